@@ -1,0 +1,1 @@
+"""Bundles: OCI layouts, read, written and unpacked."""

@@ -1,0 +1,451 @@
+"""The types of a bundle: OCI descriptors, manifests and indexes, and the bundle's description.
+
+Field names and media types are those of the OCI image specification 1.1 (image-layout, image-index,
+manifest, descriptor). Parsing is strict where something is used and silent where the specification lets
+others add fields. Every ``from_json`` raises :class:`BundleError` and names the place in the document.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import posixpath
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Optional
+
+from stratum.errors import BundleError
+
+__all__ = [
+    "ARTIFACT_TYPE",
+    "CONFIG_TYPE",
+    "Component",
+    "Description",
+    "Descriptor",
+    "FileEntry",
+    "Index",
+    "Manifest",
+    "Platform",
+    "canonical_json",
+    "digest_of",
+    "parse_json",
+]
+
+ARTIFACT_TYPE = "application/vnd.stratum.bundle.v1"
+CONFIG_TYPE = "application/vnd.stratum.bundle.config.v1+json"
+INDEX_TYPE = "application/vnd.oci.image.index.v1+json"
+MANIFEST_TYPE = "application/vnd.oci.image.manifest.v1+json"
+DOCKER_INDEX_TYPE = "application/vnd.docker.distribution.manifest.list.v2+json"
+DOCKER_MANIFEST_TYPE = "application/vnd.docker.distribution.manifest.v2+json"
+LAYER_TAR = "application/vnd.oci.image.layer.v1.tar"
+LAYER_GZIP = LAYER_TAR + "+gzip"
+LAYER_ZSTD = LAYER_TAR + "+zstd"
+REF_NAME = "org.opencontainers.image.ref.name"
+CONTAINERD_NAME = "io.containerd.image.name"
+COMPONENT_NAME = "dev.stratum.component"
+
+# Everything that is held in memory has a limit (CVE-2021-41190 taught registries 4 MiB for a manifest).
+INDEX_LIMIT = 4 << 20
+MANIFEST_LIMIT = 4 << 20
+CONFIG_LIMIT = 32 << 20
+
+_DIGEST = re.compile(r"sha256:[0-9a-f]{64}\Z")
+_NAME = re.compile(r"[a-z0-9](?:[a-z0-9._-]{0,62}[a-z0-9])?\Z")
+_VERSION = re.compile(r"[A-Za-z0-9](?:[A-Za-z0-9._+~-]{0,126}[A-Za-z0-9])?\Z")
+# Names that would collide with entries that the node's base directory has for itself.
+_RESERVED_VERSIONS = frozenset({"current", "components"})
+
+
+def canonical_json(value: object) -> bytes:
+    """``value`` as JSON that is the same bytes on each machine: sorted keys, no spaces, ASCII."""
+    return json.dumps(value, sort_keys=True, separators=(",", ":"), ensure_ascii=True).encode("ascii")
+
+
+def digest_of(data: bytes) -> str:
+    """The OCI digest of ``data``."""
+    return "sha256:" + hashlib.sha256(data).hexdigest()
+
+
+def _malformed(where: str, why: str) -> BundleError:
+    return BundleError("bundle-malformed", f"{where}: {why}", hint="build or copy the bundle again")
+
+
+def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    # Two readers must never see two different values for one name: RFC 8259 section 4 leaves it open.
+    result = dict(pairs)
+    if len(result) != len(pairs):
+        raise ValueError("a name stands twice in one object")
+    return result
+
+
+def parse_json(data: bytes, where: str) -> Mapping[str, Any]:
+    """``data`` as one JSON object with unique names; raises :class:`BundleError`."""
+    try:
+        value = json.loads(data.decode("utf-8"), object_pairs_hook=_unique)
+    except (ValueError, RecursionError) as error:
+        raise _malformed(where, f"not JSON: {error}") from None
+    if not isinstance(value, dict):
+        raise _malformed(where, "not a JSON object")
+    return value
+
+
+class _Reader:
+    """Typed access to one JSON object; every complaint names the place."""
+
+    def __init__(self, value: object, where: str) -> None:
+        if not isinstance(value, dict):
+            raise _malformed(where, "must be an object")
+        self.value = value
+        self.where = where
+
+    def _get(self, name: str, kind: type, default: Any) -> Any:
+        found = self.value.get(name, default)
+        if found is None and default is None and name not in self.value:
+            return None
+        if not isinstance(found, kind) or (kind is int and isinstance(found, bool)):
+            raise _malformed(f"{self.where}.{name}", f"must be {_KINDS[kind]}" if name in self.value else "missing")
+        return found
+
+    def text(self, name: str) -> str:
+        return str(self._get(name, str, ...))
+
+    def optional_text(self, name: str) -> Optional[str]:
+        found = self._get(name, str, None)
+        return None if found is None else str(found)
+
+    def size(self, name: str) -> int:
+        found = int(self._get(name, int, ...))
+        if not 0 <= found < 1 << 62:
+            raise _malformed(f"{self.where}.{name}", "out of range")
+        return found
+
+    def items(self, name: str) -> list[_Reader]:
+        found = self._get(name, list, ...)
+        return [_Reader(item, f"{self.where}.{name}[{number}]") for number, item in enumerate(found)]
+
+    def child(self, name: str) -> _Reader:
+        return _Reader(self._get(name, dict, ...), f"{self.where}.{name}")
+
+    def texts(self, name: str) -> dict[str, str]:
+        found = self._get(name, dict, {})
+        for key, value in found.items():
+            if not isinstance(value, str):
+                raise _malformed(f"{self.where}.{name}.{key}", "must be a string")
+        return dict(found)
+
+    def digest(self, name: str) -> str:
+        found = self.text(name)
+        if not _DIGEST.match(found):
+            raise _malformed(f"{self.where}.{name}", f"{found!r} is no sha256 digest")
+        return found
+
+
+_KINDS = {str: "a string", int: "a whole number", list: "a list", dict: "an object"}
+
+
+@dataclass(frozen=True)
+class Platform:
+    """An OCI platform; ``architecture`` as Go names it (``amd64``, ``arm64``)."""
+
+    os: str
+    architecture: str
+
+    def __str__(self) -> str:
+        return f"{self.os}/{self.architecture}"
+
+    def to_json(self) -> dict[str, object]:
+        """The OCI form."""
+        return {"os": self.os, "architecture": self.architecture}
+
+    @classmethod
+    def of_machine(cls, machine: str) -> Platform:
+        """The platform of a kernel's machine name, uname(2)."""
+        return cls("linux", {"x86_64": "amd64", "aarch64": "arm64"}.get(machine, machine))
+
+
+@dataclass(frozen=True)
+class Descriptor:
+    """An OCI content descriptor: what, how long, which digest."""
+
+    media_type: str
+    digest: str
+    size: int
+    artifact_type: Optional[str] = None
+    platform: Optional[Platform] = None
+    annotations: Mapping[str, str] = field(default_factory=dict)
+
+    @property
+    def hex(self) -> str:
+        """The digest without its algorithm."""
+        return self.digest.partition(":")[2]
+
+    @property
+    def name(self) -> Optional[str]:
+        """The reference that the layout gives this content, if any."""
+        return self.annotations.get(CONTAINERD_NAME) or self.annotations.get(REF_NAME)
+
+    def to_json(self) -> dict[str, object]:
+        """The OCI form."""
+        value: dict[str, object] = {"mediaType": self.media_type, "digest": self.digest, "size": self.size}
+        if self.artifact_type:
+            value["artifactType"] = self.artifact_type
+        if self.platform:
+            value["platform"] = self.platform.to_json()
+        if self.annotations:
+            value["annotations"] = dict(self.annotations)
+        return value
+
+    @classmethod
+    def _read(cls, reader: _Reader) -> Descriptor:
+        platform = None
+        if "platform" in reader.value:
+            inner = reader.child("platform")
+            platform = Platform(inner.text("os"), inner.text("architecture"))
+        return cls(
+            reader.text("mediaType"),
+            reader.digest("digest"),
+            reader.size("size"),
+            reader.optional_text("artifactType"),
+            platform,
+            reader.texts("annotations"),
+        )
+
+
+@dataclass(frozen=True)
+class Index:
+    """An OCI image index."""
+
+    manifests: tuple[Descriptor, ...]
+    annotations: Mapping[str, str] = field(default_factory=dict)
+
+    def to_json(self) -> dict[str, object]:
+        """The OCI form."""
+        value: dict[str, object] = {
+            "schemaVersion": 2,
+            "mediaType": INDEX_TYPE,
+            "manifests": [item.to_json() for item in self.manifests],
+        }
+        if self.annotations:
+            value["annotations"] = dict(self.annotations)
+        return value
+
+    @classmethod
+    def from_json(cls, data: bytes, where: str = "index.json") -> Index:
+        """Parse an index; raises :class:`BundleError`."""
+        reader = _Reader(parse_json(data, where), where)
+        if reader.size("schemaVersion") != 2:
+            raise _malformed(f"{where}.schemaVersion", "must be 2")
+        manifests = tuple(Descriptor._read(item) for item in reader.items("manifests"))
+        return cls(manifests, reader.texts("annotations"))
+
+    def bundles(self) -> list[Descriptor]:
+        """The descriptors of Stratum's own manifests, one for each platform."""
+        return [item for item in self.manifests if item.artifact_type == ARTIFACT_TYPE]
+
+    def bundle_for(self, platform: Platform) -> Descriptor:
+        """The manifest for ``platform``; raises :class:`BundleError` when there is not exactly one."""
+        found = [item for item in self.bundles() if item.platform == platform]
+        if len(found) == 1:
+            return found[0]
+        if found:
+            raise _malformed("index.json", f"{len(found)} manifests for {platform}")
+        if not self.bundles():
+            raise _malformed("index.json", f"no manifest of type {ARTIFACT_TYPE}: this is no Stratum bundle")
+        others = ", ".join(sorted(str(item.platform) for item in self.bundles()))
+        raise BundleError(
+            "wrong-platform",
+            f"the bundle has nothing for {platform}, only for {others}",
+            hint=f"get the bundle that was built for {platform}",
+        )
+
+    def images_for(self, platform: Platform) -> list[Descriptor]:
+        """The container images that ride along for ``platform`` (those without a platform are for all)."""
+        return [
+            item for item in self.manifests if item.artifact_type != ARTIFACT_TYPE and item.platform in (None, platform)
+        ]
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """An OCI image manifest."""
+
+    config: Descriptor
+    layers: tuple[Descriptor, ...]
+    artifact_type: Optional[str] = None
+    annotations: Mapping[str, str] = field(default_factory=dict)
+
+    def to_json(self) -> dict[str, object]:
+        """The OCI form."""
+        value: dict[str, object] = {
+            "schemaVersion": 2,
+            "mediaType": MANIFEST_TYPE,
+            "config": self.config.to_json(),
+            "layers": [item.to_json() for item in self.layers],
+        }
+        if self.artifact_type:
+            value["artifactType"] = self.artifact_type
+        if self.annotations:
+            value["annotations"] = dict(self.annotations)
+        return value
+
+    @classmethod
+    def from_json(cls, data: bytes, where: str = "manifest") -> Manifest:
+        """Parse a manifest; raises :class:`BundleError`."""
+        reader = _Reader(parse_json(data, where), where)
+        if reader.size("schemaVersion") != 2:
+            raise _malformed(f"{where}.schemaVersion", "must be 2")
+        layers = tuple(Descriptor._read(item) for item in reader.items("layers"))
+        config = Descriptor._read(reader.child("config"))
+        return cls(config, layers, reader.optional_text("artifactType"), reader.texts("annotations"))
+
+
+def safe_relative(path: str) -> Optional[str]:
+    """Why ``path`` is no clean relative path below a version directory, or None when it is one."""
+    if not path or path.startswith("/"):
+        return "absolute or empty"
+    if "\0" in path or "\\" in path:
+        return "has a NUL or a backslash"
+    if posixpath.normpath(path) != path or path.split("/")[0] == "..":
+        return "not a normal relative path"
+    return None
+
+
+@dataclass(frozen=True)
+class FileEntry:
+    """One path that a component places, relative to the version directory."""
+
+    path: str
+    type: str  # file, directory or symlink
+    mode: int = 0
+    size: int = 0
+    digest: Optional[str] = None
+    target: Optional[str] = None
+
+    def to_json(self) -> dict[str, object]:
+        """The form of the description."""
+        value: dict[str, object] = {"path": self.path, "type": self.type}
+        if self.type != "symlink":
+            value["mode"] = f"{self.mode:04o}"
+        if self.type == "file":
+            value.update(size=self.size, digest=self.digest)
+        if self.type == "symlink":
+            value["target"] = self.target
+        return value
+
+    @classmethod
+    def _read(cls, reader: _Reader) -> FileEntry:
+        path, kind = reader.text("path"), reader.text("type")
+        why = safe_relative(path)
+        if why:
+            raise _malformed(f"{reader.where}.path", f"{path!r}: {why}")
+        if kind not in ("file", "directory", "symlink"):
+            raise _malformed(f"{reader.where}.type", f"{kind!r} is not file, directory or symlink")
+        if kind == "symlink":
+            return cls(path, kind, target=reader.text("target"))
+        mode = reader.text("mode")
+        if not re.match(r"0[0-7]{3}\Z", mode):
+            raise _malformed(f"{reader.where}.mode", f"{mode!r} is no mode without special bits")
+        if kind == "directory":
+            return cls(path, kind, int(mode, 8))
+        return cls(path, kind, int(mode, 8), reader.size("size"), reader.digest("digest"))
+
+
+@dataclass(frozen=True)
+class Component:
+    """One component of a bundle: a layer and what it places."""
+
+    name: str
+    version: str
+    layer: str
+    diff_id: str
+    size: int  # bytes of the uncompressed tar
+    files: tuple[FileEntry, ...]
+
+    def to_json(self) -> dict[str, object]:
+        """The form of the description."""
+        return {
+            "name": self.name,
+            "version": self.version,
+            "layer": self.layer,
+            "diffID": self.diff_id,
+            "size": self.size,
+            "files": [item.to_json() for item in self.files],
+        }
+
+    @classmethod
+    def _read(cls, reader: _Reader) -> Component:
+        name = reader.text("name")
+        if not _NAME.match(name):
+            raise _malformed(f"{reader.where}.name", f"{name!r} is no name")
+        return cls(
+            name,
+            reader.text("version"),
+            reader.digest("layer"),
+            reader.digest("diffID"),
+            reader.size("size"),
+            tuple(FileEntry._read(item) for item in reader.items("files")),
+        )
+
+
+@dataclass(frozen=True)
+class Description:
+    """What a bundle is: the config blob of its manifest for one platform."""
+
+    name: str
+    version: str
+    serial: int
+    platform: Platform
+    components: tuple[Component, ...]
+
+    def component(self, name: str) -> Optional[Component]:
+        """The component called ``name``, or None."""
+        return next((item for item in self.components if item.name == name), None)
+
+    def to_json(self) -> dict[str, object]:
+        """The form of the config blob."""
+        return {
+            "name": self.name,
+            "version": self.version,
+            "serial": self.serial,
+            "platform": self.platform.to_json(),
+            "components": [item.to_json() for item in self.components],
+        }
+
+    @classmethod
+    def from_json(cls, data: bytes, where: str = "description") -> Description:
+        """Parse a description; raises :class:`BundleError`."""
+        reader = _Reader(parse_json(data, where), where)
+        name, version = reader.text("name"), reader.text("version")
+        check_name(name, f"{where}.name")
+        check_version(version, f"{where}.version")
+        platform = reader.child("platform")
+        components = tuple(Component._read(item) for item in reader.items("components"))
+        seen: dict[str, FileEntry] = {}
+        for component in components:
+            for entry in component.files:
+                other = seen.setdefault(entry.path, entry)
+                # Two components may share a directory; nothing else may have two owners.
+                if other is not entry and not (entry.type == other.type == "directory"):
+                    raise _malformed(where, f"two components place {entry.path}")
+        if len({item.name for item in components}) != len(components):
+            raise _malformed(where, "two components have one name")
+        return cls(
+            name,
+            version,
+            reader.size("serial"),
+            Platform(platform.text("os"), platform.text("architecture")),
+            components,
+        )
+
+
+def check_name(name: str, where: str) -> None:
+    """Raise :class:`BundleError` unless ``name`` can name a bundle or a component."""
+    if not _NAME.match(name):
+        raise _malformed(where, f"{name!r} is no name (lower-case letters, digits, '.', '_', '-')")
+
+
+def check_version(version: str, where: str) -> None:
+    """Raise :class:`BundleError` unless ``version`` can name a version directory."""
+    if not _VERSION.match(version) or version in _RESERVED_VERSIONS:
+        raise _malformed(where, f"{version!r} cannot name a version")

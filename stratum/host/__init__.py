@@ -1,0 +1,1 @@
+"""The host: what it must provide and what is changed on it."""

@@ -1,0 +1,1 @@
+"""The node stack: versions, units, containerd and its network."""

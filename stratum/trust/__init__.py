@@ -1,0 +1,1 @@
+"""Trust: keys, signatures and the policy over them."""
