@@ -1,0 +1,89 @@
+"""The operation journal: what is being done to the node, written and synced before each step.
+
+A run that finds an unfinished operation knows what was cut off and where. One operation runs at a time (the
+lock sees to that), so the journal is one small file, replaced whole.
+"""
+
+from __future__ import annotations
+
+import json
+import secrets
+from dataclasses import asdict, dataclass, replace
+from typing import Optional
+
+from stratum import atomicfile
+from stratum.errors import StratumError
+from stratum.receipt import STATE_DIRECTORY
+from stratum.system import Host
+
+__all__ = ["JOURNAL_PATH", "Journal", "Operation"]
+
+JOURNAL_PATH = STATE_DIRECTORY / "journal.json"
+
+
+@dataclass(frozen=True)
+class Operation:
+    """An operation on the node: ``up``, ``uninstall`` and so on, with versions where it has them."""
+
+    name: str
+    identifier: str
+    started: float  # seconds since 1970
+    source: Optional[str] = None  # the version that was active
+    target: Optional[str] = None  # the version that is to be
+    step: Optional[str] = None
+    state: str = "running"  # running, done or failed
+    error: Optional[str] = None
+
+
+class Journal:
+    """Reads and writes the journal of one host."""
+
+    def __init__(self, host: Host) -> None:
+        self.host = host
+        self._current: Optional[Operation] = None
+
+    def read(self) -> Optional[Operation]:
+        """The last operation, or None; raises :class:`StratumError` when the file is damaged."""
+        try:
+            value = json.loads(self.host.read_bytes(JOURNAL_PATH))
+            return Operation(**value)
+        except FileNotFoundError:
+            return None
+        except (ValueError, TypeError) as error:
+            raise StratumError(
+                "journal-unreadable", f"{JOURNAL_PATH}: {error}", hint="remove the file, then run `stratum up` again"
+            ) from None
+
+    def unfinished(self) -> Optional[Operation]:
+        """The operation that was cut off or failed, or None."""
+        last = self.read()
+        return last if last and last.state != "done" else None
+
+    def begin(self, name: str, *, source: Optional[str] = None, target: Optional[str] = None) -> Operation:
+        """Record that an operation starts."""
+        self._current = Operation(name, secrets.token_hex(8), self.host.now(), source, target)
+        self._write()
+        return self._current
+
+    def step(self, name: str) -> None:
+        """Record that the step ``name`` is about to be done."""
+        self._update(step=name)
+
+    def finish(self) -> None:
+        """Record that the operation is complete."""
+        self._update(state="done", step=None)
+
+    def fail(self, error: str) -> None:
+        """Record that the operation stopped at its step with ``error``."""
+        self._update(state="failed", error=error)
+
+    def _update(self, **changes: Optional[str]) -> None:
+        if self._current is None:
+            return
+        self._current = replace(self._current, **changes)  # type: ignore[arg-type]
+        self._write()
+
+    def _write(self) -> None:
+        if self._current is not None:
+            data = json.dumps(asdict(self._current), indent=1, sort_keys=True).encode() + b"\n"
+            atomicfile.write_file(self.host, JOURNAL_PATH, data, 0o600)

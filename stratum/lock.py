@@ -1,0 +1,85 @@
+"""The lock: one run that changes the node at a time.
+
+It is an flock(2) on ``/run/stratum/lock``, so it goes with the process, however that ends, and with a reboot.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import fcntl
+import os
+from collections.abc import Iterator
+
+from stratum.errors import AlreadyRunningError, StratumError
+from stratum.system import Host, HostPath
+
+__all__ = ["LOCK_PATH", "hold_lock"]
+
+LOCK_PATH = HostPath("/run/stratum/lock")
+_POLL = 0.2
+
+
+def _open_locked(host: Host, command: str) -> int:
+    """The descriptor of the locked file, or raise BlockingIOError."""
+    while True:
+        host.makedirs(LOCK_PATH.parent, 0o755)
+        real = host.real(LOCK_PATH)
+        descriptor = os.open(real, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            # uninstall removes the file: a lock on a name that is gone would not keep anybody out.
+            same = os.path.exists(real) and os.path.samestat(os.stat(real), os.fstat(descriptor))
+        except BaseException:
+            os.close(descriptor)
+            raise
+        if same:
+            os.ftruncate(descriptor, 0)
+            os.write(descriptor, f"{os.getpid()} {command}\n".encode())
+            return descriptor
+        os.close(descriptor)
+
+
+def _holder(host: Host) -> str:
+    try:
+        return host.read_text(LOCK_PATH).strip() or "unknown"
+    except OSError:
+        return "unknown"
+
+
+@contextlib.contextmanager
+def hold_lock(host: Host, command: str, *, wait: float = 0.0) -> Iterator[None]:
+    """Hold the lock while the block runs; wait for it up to ``wait`` seconds.
+
+    Raises :class:`AlreadyRunningError` with the pid and command that hold it, or :class:`StratumError` when
+    the file cannot be made.
+    """
+    deadline = host.monotonic() + wait
+    while True:
+        try:
+            descriptor = _open_locked(host, command)
+            break
+        except BlockingIOError:
+            if host.monotonic() < deadline:
+                host.sleep(_POLL)
+                continue
+            raise AlreadyRunningError(
+                "locked",
+                f"{LOCK_PATH}: held by another run (pid and command: {_holder(host)})",
+                hint="wait for it to end, then run the command again",
+            ) from None
+        except OSError as error:
+            kind = "read-only" if error.errno == errno.EROFS else "lock-failed"
+            raise StratumError(kind, f"{LOCK_PATH}: {error.strerror}", hint="check that /run is writable") from None
+    try:
+        yield
+    finally:
+        os.close(descriptor)
+
+
+def remove_lock(host: Host) -> None:
+    """Remove the lock file and its directory if that is empty; call it as the last thing under the lock."""
+    with contextlib.suppress(FileNotFoundError):
+        host.unlink(LOCK_PATH)
+    with contextlib.suppress(OSError):
+        host.rmdir(LOCK_PATH.parent)

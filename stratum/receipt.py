@@ -1,0 +1,157 @@
+"""The receipt: each path that Stratum made, with what it wrote there.
+
+It is the base of dry runs, of drift and of uninstall: nothing is removed that is not in it, and a file whose
+content is none of those recorded was changed by somebody and is left alone. An entry is recorded *before* its
+path is made, so a crash in between leaves an entry without a path (harmless), never a path without an entry.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import stat
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, replace
+from typing import Optional
+
+from stratum import atomicfile
+from stratum.errors import StratumError
+from stratum.system import Host, HostPath, PathLike
+
+__all__ = ["RECEIPT_PATH", "STATE_DIRECTORY", "Condition", "Entry", "Receipt", "file_digest"]
+
+STATE_DIRECTORY = HostPath("/var/lib/stratum")
+RECEIPT_PATH = STATE_DIRECTORY / "receipt.json"
+
+_FORMAT = 1
+_REMEMBERED = 8  # contents of ours that one path may have had; older ones count as somebody else's
+_CHUNK = 1 << 20
+
+
+def file_digest(host: Host, path: PathLike) -> str:
+    """The SHA-256 of a regular file, as ``sha256:…``; raises OSError."""
+    digest = hashlib.sha256()
+    with host.open(path) as file:
+        while True:
+            chunk = file.read(_CHUNK)
+            if not chunk:
+                return f"sha256:{digest.hexdigest()}"
+            digest.update(chunk)
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One path that Stratum made.
+
+    ``kind`` is ``file``, ``directory``, ``link`` or ``tree``. A tree is a directory whose content belongs
+    to Stratum whatever it is (containerd's data); the others are removed only in the state we left them in.
+    ``contents`` are the digests (file) or targets (link) that we gave it, the newest last.
+    """
+
+    path: HostPath
+    kind: str
+    contents: tuple[str, ...] = ()
+
+
+class Condition:
+    """What became of a recorded path."""
+
+    OURS = "ours"
+    MISSING = "missing"
+    CHANGED = "changed"
+
+
+class Receipt:
+    """The record under ``/var/lib/stratum``, kept on the disk at each change."""
+
+    def __init__(self, host: Host, entries: Iterable[Entry] = ()) -> None:
+        self.host = host
+        self._entries: dict[HostPath, Entry] = {entry.path: entry for entry in entries}
+
+    @classmethod
+    def load(cls, host: Host) -> Receipt:
+        """Read the receipt; an absent one is empty. Raises :class:`StratumError` when it cannot be read."""
+        try:
+            data = host.read_bytes(RECEIPT_PATH)
+        except FileNotFoundError:
+            return cls(host)
+        try:
+            value = json.loads(data)
+            if value["format"] != _FORMAT:
+                raise ValueError(f"format {value['format']!r}")
+            entries = [
+                Entry(HostPath(item["path"]), str(item["kind"]), tuple(item.get("contents", ())))
+                for item in value["entries"]
+            ]
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            raise StratumError(
+                "receipt-unreadable",
+                f"{RECEIPT_PATH}: not a receipt that this version reads: {error}",
+                hint="put it back from a backup; without it nothing can be removed safely",
+            ) from None
+        return cls(host, entries)
+
+    def __iter__(self) -> Iterator[Entry]:
+        return iter(list(self._entries.values()))
+
+    def __len__(self) -> int:
+        return len(self._entries)
+
+    def get(self, path: PathLike) -> Optional[Entry]:
+        """The entry of ``path``, or None."""
+        return self._entries.get(HostPath(str(path)))
+
+    def record(self, *entries: Entry) -> None:
+        """Add entries (merging with what is known of their paths) and write the receipt; raises OSError."""
+        changed = False
+        for entry in entries:
+            known = self._entries.get(entry.path)
+            merged = entry
+            if known and known.kind == entry.kind:
+                older = tuple(item for item in known.contents if item not in entry.contents)
+                merged = replace(entry, contents=(older + entry.contents)[-_REMEMBERED:])
+            if merged != known:
+                # The order is the order of making; a path that is made again keeps its place.
+                self._entries[entry.path] = merged
+                changed = True
+        if changed:
+            self._write()
+
+    def forget(self, *paths: PathLike) -> None:
+        """Drop the entries of ``paths`` and write the receipt; raises OSError."""
+        known = [HostPath(str(path)) for path in paths if HostPath(str(path)) in self._entries]
+        for path in known:
+            del self._entries[path]
+        if known:
+            self._write()
+
+    def _write(self) -> None:
+        value = {
+            "format": _FORMAT,
+            "entries": [
+                {"path": str(entry.path), "kind": entry.kind}
+                | ({"contents": list(entry.contents)} if entry.contents else {})
+                for entry in self._entries.values()
+            ],
+        }
+        data = json.dumps(value, indent=1, sort_keys=True).encode() + b"\n"
+        atomicfile.write_file(self.host, RECEIPT_PATH, data, 0o600)
+
+    def condition(self, entry: Entry) -> str:
+        """Whether the path of ``entry`` is as we left it: one of :class:`Condition`; raises OSError."""
+        try:
+            info = self.host.lstat(entry.path)
+        except (FileNotFoundError, NotADirectoryError):
+            return Condition.MISSING
+        if entry.kind in ("directory", "tree"):
+            return Condition.OURS if stat.S_ISDIR(info.st_mode) else Condition.CHANGED
+        if entry.kind == "link":
+            ours = stat.S_ISLNK(info.st_mode) and self.host.readlink(entry.path) in entry.contents
+            return Condition.OURS if ours else Condition.CHANGED
+        ours = stat.S_ISREG(info.st_mode) and file_digest(self.host, entry.path) in entry.contents
+        return Condition.OURS if ours else Condition.CHANGED
+
+    def owns(self, path: PathLike) -> bool:
+        """Whether ``path`` is recorded and holds something that we wrote; raises OSError."""
+        entry = self.get(path)
+        return entry is not None and self.condition(entry) == Condition.OURS
