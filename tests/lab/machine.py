@@ -108,7 +108,7 @@ class Machine(abc.ABC):
         self,
         argv: tuple[str, ...],
         timeout: float,
-        input: Optional[bytes],
+        sent: bytes,
         env: Mapping[str, str],
         cwd: str,
     ) -> Result:
@@ -127,7 +127,7 @@ class Machine(abc.ABC):
         argv: Sequence[Argument],
         *,
         timeout: float = 120.0,
-        input: Union[bytes, str, None] = None,
+        input: Union[bytes, str] = b"",  # noqa: A002 -- the name that subprocess has for it
         env: Optional[Mapping[str, str]] = None,
         cwd: str = "/root",
         check: bool = True,
@@ -141,10 +141,9 @@ class Machine(abc.ABC):
         :raises CommandFailed: if ``check`` and the exit status is not 0.
         :raises CommandTimeout: if it did not end in time.
         """
-        if isinstance(input, str):
-            input = input.encode()
+        sent = input.encode() if isinstance(input, str) else input
         words = tuple(str(word) for word in argv)
-        result = self._execute(words, timeout, input, ROOT_ENV if env is None else env, cwd)
+        result = self._execute(words, timeout, sent, ROOT_ENV if env is None else env, cwd)
         if check and result.status != 0:
             raise CommandFailed(self.name, result)
         return result

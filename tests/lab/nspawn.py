@@ -64,7 +64,7 @@ class NspawnMachine(Machine):
         """Boot, and wait until systemd says that it is done."""
         tools.require("systemd-nspawn", "unshare", "nsenter", "setpriv")
         remove_stale_cgroups()
-        self._console = tempfile.TemporaryFile(prefix="stratum-lab-console-")
+        self._console = tempfile.TemporaryFile(prefix="stratum-lab-console-")  # noqa: SIM115 -- stop closes it
         what = ["--boot"] if self._boot else ["--as-pid2", "sleep", "infinity"]
         # If this process dies in whatever way, the kernel kills the supervisor, and with it the rest.
         self._supervisor = subprocess.Popen(
@@ -173,15 +173,15 @@ class NspawnMachine(Machine):
             tools.tool(["cp", "-a", str(self._inside(f"run/machine/{place}")), str(directory / name)], timeout=300)
 
     def _execute(
-        self, argv: tuple[str, ...], timeout: float, input: Optional[bytes], env: Mapping[str, str], cwd: str  # noqa: A002
+        self, argv: tuple[str, ...], timeout: float, sent: bytes, env: Mapping[str, str], cwd: str
     ) -> Result:
         group = self._new_run()
         begin = time.monotonic()
         # Files, not pipes: a daemon that the command leaves behind would hold a pipe open.
         with tempfile.TemporaryFile() as stdin, tempfile.TemporaryFile() as out, tempfile.TemporaryFile() as err:
-            stdin.write(input or b"")
+            stdin.write(sent)
             stdin.seek(0)
-            process = self._popen(group, argv, env, cwd, stdin if input is not None else subprocess.DEVNULL, out, err)
+            process = self._popen(group, argv, env, cwd, stdin, out, err)
             try:
                 status = process.wait(timeout=timeout)
             except BaseException as error:
@@ -207,10 +207,11 @@ class NspawnMachine(Machine):
     ) -> subprocess.Popen[bytes]:
         enter = ["nsenter", f"--target={self._require_init()}", "--mount", "--uts", "--ipc", "--net", "--pid",
                  "--cgroup", "--root", f"--wdns={cwd}", "--"]
-        return subprocess.Popen(
+        process: subprocess.Popen[bytes] = subprocess.Popen(
             ["/bin/sh", "-ec", _ENTER, "sh", str(group), *enter, *(str(word) for word in argv)],
             stdin=stdin, stdout=stdout, stderr=stderr, env=dict(env), start_new_session=True,  # type: ignore[call-overload]
         )
+        return process
 
     def _new_run(self) -> Path:
         """Make a cgroup for one command, beside those of the machine's systemd."""

@@ -41,7 +41,7 @@ def tool(argv: Sequence[str], *, timeout: float, cwd: Path | None = None) -> str
     try:
         done = subprocess.run(
             list(argv), cwd=cwd, env=environment, timeout=timeout, stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE, stderr=subprocess.PIPE, check=False,
+            capture_output=True, check=False,
         )
     except FileNotFoundError as error:
         raise LabError(f"{argv[0]}: not found; {HINT}") from error
