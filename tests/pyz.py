@@ -1,0 +1,56 @@
+"""The pyz that tests run: built once, and again only when something that goes into it has changed."""
+
+from __future__ import annotations
+
+import fcntl
+import hashlib
+import os
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+
+KEPT_SECONDS = 2 * 3600.0
+"""A file that no session has asked for in this time is removed; it is built again in seconds."""
+
+
+def default_cache() -> Path:
+    """Return the directory that built files are kept in from session to session."""
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache", "stratum-build", "pyz")
+
+
+def built_pyz(cache_dir: Path, arguments: Sequence[str] = ()) -> Path:
+    """Return a pyz of the present sources, built with the given arguments of build_zipapp.py."""
+    inputs = hashlib.sha256(repr(tuple(arguments)).encode())
+    for path in _inputs():
+        inputs.update(f"{path.relative_to(ROOT)}\0".encode())
+        inputs.update(hashlib.sha256(path.read_bytes()).digest())
+    directory = cache_dir / inputs.hexdigest()[:16]
+    pyz = directory / "stratum.pyz"
+    directory.mkdir(parents=True, exist_ok=True)
+    with open(directory / "lock", "w") as lock:
+        # Two test sessions may want it at once.
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not pyz.is_file():
+            command = [sys.executable, str(ROOT / "build_zipapp.py"), "--output", str(pyz), *arguments]
+            subprocess.run(command, check=True, stdout=subprocess.DEVNULL, timeout=600)
+        os.utime(pyz)
+    _forget_old(cache_dir)
+    return pyz
+
+
+def _forget_old(cache_dir: Path) -> None:
+    for pyz in cache_dir.glob("*/stratum.pyz"):
+        if time.time() - pyz.stat().st_mtime > KEPT_SECONDS:
+            shutil.rmtree(pyz.parent, ignore_errors=True)
+
+
+def _inputs() -> list[Path]:
+    files = [ROOT / "build_zipapp.py", ROOT / "zipapp.lock"]
+    for name in ("stratum", "pyzbuild", "man"):
+        files += [p for p in (ROOT / name).rglob("*") if p.is_file() and "__pycache__" not in p.parts]
+    return sorted(files)
