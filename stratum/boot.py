@@ -14,12 +14,14 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Optional, Protocol, cast
+import zipimport
 
+# typing and dataclasses would cost more time than all that is done here, so neither is imported at run time.
+TYPE_CHECKING = False
 if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
     from importlib.machinery import ModuleSpec
+    from typing import Optional
 
     from stratum.compiled import Runtime
 
@@ -38,33 +40,22 @@ __all__ = [
 LIST_MEMBER = "stratum/pyz.list"
 
 
-class _ZipLoader(Protocol):
-    """What is used of ``zipimport.zipimporter``, which need not be imported for it."""
-
-    archive: str
-
-    def get_data(self, pathname: str) -> bytes: ...
-
-
-@dataclass(frozen=True)
 class Pyz:
     """The zip file that this program runs from."""
 
-    path: str
-    loader: _ZipLoader
+    def __init__(self, loader: zipimport.zipimporter) -> None:
+        self._loader = loader
+        self.path = loader.archive
 
     @classmethod
     def running(cls) -> Optional[Pyz]:
         """Return the pyz that this module was loaded from, or None in a source tree or a venv."""
         loader = __spec__.loader
-        if loader is None or not hasattr(loader, "archive"):
-            return None
-        zip_loader = cast(_ZipLoader, loader)
-        return cls(zip_loader.archive, zip_loader)
+        return cls(loader) if isinstance(loader, zipimport.zipimporter) else None
 
     def read(self, member: str) -> bytes:
         """Return the bytes of ``member`` (a name in the zip, with ``/``). Raises OSError if it is not there."""
-        return self.loader.get_data(self.path + "/" + member)
+        return self._loader.get_data(self.path + "/" + member)
 
     def facts(self, kind: str) -> Iterator[list[str]]:
         """Yield the fields of each line of that kind in the pyz's list."""
