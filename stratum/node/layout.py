@@ -17,11 +17,9 @@ from stratum.errors import BundleNotFoundError, StratumError
 from stratum.steps import remove_tree
 from stratum.system import Host, HostPath
 
-__all__ = ["COMPONENTS", "DEFAULT_BASE", "STAGING", "Layout", "VersionActiveError", "make_traversable"]
+__all__ = ["DEFAULT_BASE", "Layout", "VersionActiveError", "make_traversable"]
 
 DEFAULT_BASE = HostPath("/opt/stratum/node")
-COMPONENTS = HostPath("/opt/stratum/components")
-STAGING = HostPath("/opt/stratum/.staging")
 # What a version directory says of itself: the bundle's description and who signed it.
 VERSION_FILE = "bundle.json"
 

@@ -1,0 +1,45 @@
+"""``stratum logs``: the journal of the node's units."""
+
+from __future__ import annotations
+
+import argparse
+import os
+from typing import Optional
+
+from stratum.commands.context import Context
+from stratum.errors import StratumError, UsageError
+from stratum.host import persistence
+from stratum.node.layout import Layout
+from stratum.node.stack import UNITS
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The options of the command."""
+    parser.add_argument("unit", nargs="?", help="containerd, stratum, or a unit's full name (default: all of them)")
+    parser.add_argument("-f", "--follow", action="store_true", help="go on with what comes")
+    parser.add_argument("-n", "--lines", type=int, metavar="N", help="only the last N lines")
+    parser.add_argument("--all-boots", action="store_true", help="earlier boots too (default: this one)")
+
+
+def unit_names(unit: Optional[str]) -> list[str]:
+    """The units that ``unit`` names; raises :class:`UsageError`."""
+    known = [*UNITS, persistence.UNIT]
+    if unit is None:
+        return known
+    for name in known:
+        if unit in (name, name.removesuffix(".service"), name.removesuffix(".service").removeprefix("stratum-")):
+            return [name]
+    raise UsageError("unknown-unit", f"{unit}: no unit of Stratum", hint=f"one of: {', '.join(known)}")
+
+
+def run(context: Context, arguments: argparse.Namespace) -> int:
+    """Become journalctl."""
+    context.require_installed(Layout(context.host).base)
+    program = context.host.which("journalctl")
+    if program is None:
+        raise StratumError("command-missing", "journalctl: no such program", hint="install systemd's journal tools")
+    argv = [program, *(f"--unit={name}" for name in unit_names(arguments.unit))]
+    argv += [] if arguments.all_boots else ["--boot"]
+    argv += ["--follow"] if arguments.follow else []
+    argv += [f"--lines={arguments.lines}"] if arguments.lines is not None else []
+    os.execv(program, argv)

@@ -1,0 +1,28 @@
+"""``stratum restart``: restart the node's units in start order; the host and the containers go on."""
+
+from __future__ import annotations
+
+import argparse
+
+from stratum.commands import stack_steps
+from stratum.commands.context import Context, add_dry_run, add_output
+from stratum.commands.run import run_script
+from stratum.node.layout import Layout
+from stratum.node.stack import Stack
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The options of the command."""
+    add_output(parser)
+    add_dry_run(parser)
+
+
+def run(context: Context, arguments: argparse.Namespace) -> int:
+    """Restart the stack."""
+    layout = Layout(context.host)
+    context.require_root("restart")
+    context.require_installed(layout.current_link)
+    steps = stack_steps.restart_steps(Stack(layout))
+    return run_script(
+        context, "restart", steps, after_lock=stack_steps.supervisor_steps(context), dry_run=arguments.dry_run
+    )

@@ -1,0 +1,101 @@
+"""Running a script of steps: lock, journal, words. Commands give it their steps and get an exit status."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Mapping, Sequence
+from typing import Callable, Optional
+
+from stratum.commands.context import Context
+from stratum.errors import ExitCode
+from stratum.journal import Journal
+from stratum.lock import hold_lock
+from stratum.receipt import STATE_DIRECTORY, Entry, Receipt
+from stratum.steps import Action, Outcome, Step, Work, run_steps
+
+__all__ = ["load_work", "open_state", "perform", "report", "run_script"]
+
+
+def load_work(context: Context) -> Work:
+    """What actions work with, read from the host; writes nothing."""
+    return Work(context.host, Receipt.load(context.host), Journal(context.host))
+
+
+def open_state(work: Work) -> None:
+    """Make the state directory, so that the receipt and the journal have a place. Raises OSError."""
+    if not work.host.is_dir(STATE_DIRECTORY):
+        # It cannot be recorded before it is there: it is what holds the record.
+        work.host.makedirs(STATE_DIRECTORY, 0o755)
+    work.receipt.record(Entry(STATE_DIRECTORY, "directory"))
+
+
+def _announce(context: Context, dry_run: bool) -> Callable[[Step, Sequence[Action]], None]:
+    def announce(step: Step, actions: Sequence[Action]) -> None:
+        if not dry_run:
+            context.out.note(f"{step.name}: {step.summary}")
+            return
+        context.out.result(f"{step.name}: {step.summary}")
+        for action in actions:
+            context.out.result(f"    {action.describe()}")
+
+    return announce
+
+
+def perform(
+    context: Context,
+    work: Work,
+    name: str,
+    steps: Sequence[Step],
+    *,
+    dry_run: bool,
+    source: Optional[str] = None,
+    target: Optional[str] = None,
+) -> Outcome:
+    """Do the steps (or print them) and keep the journal: begun before the first change, then done or failed."""
+
+    def begin() -> None:
+        open_state(work)
+        work.journal.begin(name, source=source, target=target)
+
+    try:
+        outcome = run_steps(
+            work, steps, dry_run=dry_run, before_first_change=begin, on_step=_announce(context, dry_run)
+        )
+    except Exception as error:
+        if not dry_run:
+            with contextlib.suppress(OSError):
+                work.journal.fail(str(error))
+        raise
+    if outcome.changed and not dry_run:
+        work.journal.finish()
+    return outcome
+
+
+def report(
+    context: Context, name: str, outcome: Outcome, *, dry_run: bool, more: Optional[Mapping[str, object]] = None
+) -> None:
+    """Say what was done, or would be."""
+    if not outcome.changed:
+        context.out.result("nothing to do")
+    elif not dry_run:
+        context.out.result(f"{name}: done")
+    document = {"command": name, "dryRun": dry_run, "changed": outcome.changed, "steps": outcome.to_json()}
+    context.out.document("Plan" if dry_run else "Result", {**document, **(more or {})})
+
+
+def run_script(
+    context: Context,
+    name: str,
+    steps: Sequence[Step],
+    *,
+    after_lock: Sequence[Step] = (),
+    dry_run: bool = False,
+) -> int:
+    """Run a simple command: its steps under the lock, then those that must not hold it."""
+    work = load_work(context)
+    # A dry run writes nothing, not even the lock's file.
+    with contextlib.nullcontext() if dry_run else hold_lock(context.host, name):
+        outcome = perform(context, work, name, steps, dry_run=dry_run)
+    outcome.performed += run_steps(work, after_lock, dry_run=dry_run, on_step=_announce(context, dry_run)).performed
+    report(context, name, outcome, dry_run=dry_run)
+    return int(ExitCode.DONE)

@@ -1,0 +1,115 @@
+"""Steps that several commands share: starting, gating, importing images, stopping."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from stratum.commands.context import Context
+from stratum.errors import CommandError, StratumError
+from stratum.host import persistence, systemd
+from stratum.node.stack import UNITS, Stack, join_errors
+from stratum.steps import Action, Call, Command, Step
+
+__all__ = ["plan_start", "plan_stop", "restart_steps", "start_steps", "stop_steps"]
+
+
+def plan_start(stack: Stack) -> list[Action]:
+    """Start each unit that is not active, or that runs with other files than those in place now."""
+    states = systemd.read_units(stack.host, UNITS)
+    stale = bool(stack.started_with()) and stack.started_with() != stack.inputs()
+    actions: list[Action] = []
+    for unit in UNITS:
+        if states[unit].active != "active":
+            actions.append(Call("start", unit, lambda unit=unit: _start(stack, unit)))  # type: ignore[misc]
+        elif stale or not stack.started_with():
+            actions.append(Call("restart", unit, lambda unit=unit: _restart(stack, unit)))  # type: ignore[misc]
+    return actions
+
+
+def _start(stack: Stack, unit: str) -> None:
+    systemd.start_unit(stack.host, unit)
+    stack.wait_ready(unit)
+    stack.note_started()
+
+
+def _restart(stack: Stack, unit: str) -> None:
+    # With KillMode=process the containers go on under their shims.
+    try:
+        stack.host.run(["systemctl", "restart", unit], timeout=180.0)
+    except CommandError as error:
+        raise systemd.failed_start(stack.host, unit, error) from None
+    stack.wait_ready(unit)
+    stack.note_started()
+
+
+def start_steps(stack: Stack) -> list[Step]:
+    """Start the stack in order, each unit behind its gate."""
+    return [Step("start", "start the units and wait until they answer", lambda: plan_start(stack))]
+
+
+def stop_unit_errors(stack: Stack, units: Sequence[str]) -> list[StratumError]:
+    """Stop each of ``units`` that systemd knows; all are tried and what failed is returned."""
+    errors: list[StratumError] = []
+    for unit in units:
+        try:
+            systemd.stop_unit(stack.host, unit)
+        except CommandError as error:
+            errors.append(error)
+    return errors
+
+
+def plan_stop(stack: Stack, units: Sequence[str]) -> list[Action]:
+    """Stop ``units`` in the order given, as far as they run."""
+    states = systemd.read_units(stack.host, units)
+    running = [name for name in units if states[name].installed and states[name].active not in ("inactive", "failed")]
+    if not running:
+        return []
+    return [Call("stop", ", ".join(running), lambda: join_errors(stop_unit_errors(stack, running), "stop"))]
+
+
+def plan_end_containers(stack: Stack) -> list[Action]:
+    """End the containers through containerd while it answers; none when none is there."""
+    if not stack.shims():
+        return []
+    return [Call("end", "every running container", lambda: join_errors(stack.end_containers(), "end containers"))]
+
+
+def plan_reap(stack: Stack) -> list[Action]:
+    """End what outlived the units; nothing when nothing did."""
+    left = stack.shims()
+    if not left:
+        return []
+    what = ", ".join(str(process.pid) for process in left)
+    return [Call("kill", f"processes {what}", lambda: join_errors(stack.reap(), "end shims"))]
+
+
+def stop_steps(stack: Stack, units: Sequence[str], *, containers: bool) -> list[Step]:
+    """Stop ``units``; with ``containers`` what runs under containerd ends first."""
+    steps = []
+    if containers:
+        steps.append(Step("end-containers", "end the running containers", lambda: plan_end_containers(stack)))
+    steps.append(Step("stop", "stop the units", lambda: plan_stop(stack, tuple(units))))
+    if containers:
+        steps.append(Step("end-shims", "end what outlived containerd", lambda: plan_reap(stack)))
+    return steps
+
+
+def restart_steps(stack: Stack) -> list[Step]:
+    """Restart the stack in start order; the host and the containers go on."""
+
+    def plan() -> list[Action]:
+        return [Call("restart", unit, lambda unit=unit: _restart(stack, unit)) for unit in UNITS]  # type: ignore[misc]
+
+    return [Step("restart", "restart the units", plan)]
+
+
+def supervisor_steps(context: Context) -> list[Step]:
+    """Start the supervisor unit, which watches the stack from now on."""
+
+    def plan() -> list[Action]:
+        state = systemd.read_units(context.host, [persistence.UNIT])[persistence.UNIT]
+        if not state.installed or state.active in ("active", "activating"):
+            return []
+        return [Command(("systemctl", "start", "--no-block", persistence.UNIT), 60.0)]
+
+    return [Step("watch", "start the supervisor", plan)]

@@ -1,0 +1,28 @@
+"""``stratum start``: start the node's units, each behind its gate, then the supervisor."""
+
+from __future__ import annotations
+
+import argparse
+
+from stratum.commands import stack_steps
+from stratum.commands.context import Context, add_dry_run, add_output
+from stratum.commands.run import run_script
+from stratum.node.layout import Layout
+from stratum.node.stack import Stack
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The options of the command."""
+    add_output(parser)
+    add_dry_run(parser)
+
+
+def run(context: Context, arguments: argparse.Namespace) -> int:
+    """Start what is not running."""
+    layout = Layout(context.host)
+    context.require_root("start")
+    context.require_installed(layout.current_link)
+    steps = stack_steps.start_steps(Stack(layout))
+    return run_script(
+        context, "start", steps, after_lock=stack_steps.supervisor_steps(context), dry_run=arguments.dry_run
+    )

@@ -1,0 +1,138 @@
+"""``stratum status``: what is installed, whether it runs, what drifted. Exit status 0 only when ready."""
+
+from __future__ import annotations
+
+import argparse
+import time
+from dataclasses import asdict, dataclass
+from typing import Optional
+
+from stratum.commands.context import Context, add_output
+from stratum.commands.run import load_work
+from stratum.errors import ExitCode
+from stratum.host import persistence, systemd
+from stratum.journal import Operation
+from stratum.node.layout import Layout
+from stratum.node.stack import UNITS, Stack
+from stratum.node.versions import VersionRecord, read_record
+from stratum.receipt import Condition
+from stratum.steps import Work
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The options of the command."""
+    add_output(parser)
+    parser.add_argument(
+        "--wait", metavar="SECONDS", type=float, default=0.0, help="wait that long for the node to be ready"
+    )
+
+
+@dataclass(frozen=True)
+class Status:
+    """What ``status`` reports."""
+
+    version: Optional[str]
+    record: Optional[VersionRecord]
+    units: dict[str, systemd.UnitState]
+    answers: bool
+    enabled: bool
+    drift: list[str]
+    unfinished: Optional[Operation]
+
+    @property
+    def ready(self) -> bool:
+        """Whether the node does its work: the stack is active and answers, and nothing is unfinished."""
+        active = all(self.units[unit].active == "active" for unit in UNITS)
+        return self.version is not None and active and self.answers and self.unfinished is None
+
+
+def find_drift(work: Work) -> list[str]:
+    """The recorded paths that are missing or changed, each with what is wrong."""
+    return [
+        f"{entry.path}: {condition}"
+        for entry in work.receipt
+        for condition in [work.receipt.condition(entry)]
+        if condition == Condition.CHANGED or (condition == Condition.MISSING and entry.kind in ("file", "link"))
+    ]
+
+
+def read_status(context: Context, *, drift: bool = True) -> Status:
+    """Look at the host; raises StratumError."""
+    work = load_work(context)
+    layout = Layout(context.host)
+    version = layout.current()
+    return Status(
+        version,
+        read_record(layout, version) if version else None,
+        systemd.read_units(context.host, (*UNITS, persistence.UNIT)),
+        version is not None and Stack(layout).ctr.answers(),
+        systemd.is_enabled(context.host, persistence.UNIT),
+        find_drift(work) if drift else [],
+        work.journal.unfinished(),
+    )
+
+
+def wait_ready(context: Context, seconds: float) -> None:
+    """Wait up to ``seconds`` until the node is ready."""
+    deadline = context.host.monotonic() + seconds
+    while context.host.monotonic() < deadline and not read_status(context, drift=False).ready:
+        context.host.sleep(0.5)
+
+
+def _since(context: Context, operation: Operation) -> str:
+    minutes = max(0, int(context.host.now() - operation.started)) // 60
+    return f"{time.strftime('%Y-%m-%d %H:%M:%S', time.gmtime(operation.started))} UTC, {minutes} min ago"
+
+
+def print_text(context: Context, status: Status) -> None:
+    """The report for people; it fits one screen."""
+    out, record = context.out, status.record
+    out.result(f"version    {status.version or 'none'}" + (f" of {record.bundle}" if record else ""))
+    if record:
+        out.result(f"signed by  {', '.join(record.signers) or 'nobody (the check was skipped)'}")
+        out.result("components " + " ".join(f"{name}={number}" for name, number, _ in record.components))
+    for unit, state in status.units.items():
+        enabled = (
+            (", starts at boot" if status.enabled else ", does NOT start at boot") if unit == persistence.UNIT else ""
+        )
+        out.result(f"unit       {unit}: {state.active} ({state.sub}){enabled}")
+        for path in state.drop_ins:
+            if not path.endswith("/10-path.conf"):
+                out.result(f"           drop-in of yours: {path}")
+    out.result(f"containerd {'answers' if status.answers else 'does not answer'}")
+    if status.unfinished:
+        step = f" at step {status.unfinished.step}" if status.unfinished.step else ""
+        out.result(f"unfinished {status.unfinished.name}{step} ({_since(context, status.unfinished)})")
+        if status.unfinished.error:
+            out.result(f"           {status.unfinished.error}")
+    for line in status.drift[:8]:
+        out.result(f"drift      {line}")
+    if len(status.drift) > 8:
+        out.result(f"drift      and {len(status.drift) - 8} more paths")
+    out.result(f"ready      {'yes' if status.ready else 'no'}")
+
+
+def run(context: Context, arguments: argparse.Namespace) -> int:
+    """Report."""
+    context.require_root("status")
+    context.require_installed(Layout(context.host).base)
+    if arguments.wait > 0:
+        wait_ready(context, arguments.wait)
+    status = read_status(context)
+    print_text(context, status)
+    context.out.document(
+        "Status",
+        {
+            "ready": status.ready,
+            "version": status.version,
+            "bundle": status.record.bundle if status.record else None,
+            "serial": status.record.serial if status.record else None,
+            "signers": list(status.record.signers) if status.record else [],
+            "units": {unit: {"active": state.active, "sub": state.sub} for unit, state in status.units.items()},
+            "containerdAnswers": status.answers,
+            "enabled": status.enabled,
+            "drift": status.drift,
+            "unfinished": asdict(status.unfinished) if status.unfinished else None,
+        },
+    )
+    return int(ExitCode.DONE if status.ready else ExitCode.FAILED)

@@ -1,0 +1,30 @@
+"""``stratum stop``: stop the supervisor and the node's units; containers end only with ``--containers``."""
+
+from __future__ import annotations
+
+import argparse
+
+from stratum.commands import stack_steps
+from stratum.commands.context import Context, add_dry_run, add_output
+from stratum.commands.run import run_script
+from stratum.host import persistence
+from stratum.node.layout import Layout
+from stratum.node.stack import UNITS, Stack
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The options of the command."""
+    add_output(parser)
+    add_dry_run(parser)
+    parser.add_argument("--containers", action="store_true", help="end the running containers too")
+
+
+def run(context: Context, arguments: argparse.Namespace) -> int:
+    """Stop what is running."""
+    layout = Layout(context.host)
+    context.require_root("stop")
+    context.require_installed(layout.current_link)
+    # The supervisor first: it would start again what it finds stopped.
+    units = (persistence.UNIT, *reversed(UNITS))
+    steps = stack_steps.stop_steps(Stack(layout), units, containers=arguments.containers)
+    return run_script(context, "stop", steps, dry_run=arguments.dry_run)

@@ -1,0 +1,204 @@
+"""``stratum uninstall``: remove what Stratum made, and nothing else.
+
+The order is that of seed 004: remember enablement, disable, suppress restart, tear down, stop the unit,
+delete, reload. When a step before the deletion fails, the node is put back as it was found.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+from dataclasses import dataclass
+from typing import Callable
+
+from stratum import lock
+from stratum.commands import stack_steps
+from stratum.commands.context import Context, add_dry_run, add_output, add_root
+from stratum.commands.run import load_work, perform, report
+from stratum.errors import ExitCode, StratumError
+from stratum.host import mounts, network, persistence, systemd
+from stratum.node import cni, containerd
+from stratum.node.layout import Layout
+from stratum.node.stack import UNITS, Stack
+from stratum.receipt import STATE_DIRECTORY
+from stratum.removal import Removal, plan_removal
+from stratum.steps import Action, Call, Outcome, RemoveDirectory, RemoveFile, Step, Work
+from stratum.system import HostPath
+
+ROOTS = (HostPath("/opt/stratum"), STATE_DIRECTORY, HostPath("/run/stratum"))
+# containerd and runc keep these outside of the state directory that they are told; the names are theirs.
+RUNTIME_TRACES = tuple(
+    HostPath(path) for path in ("/run/containerd/s", "/run/containerd/fifo", "/run/containerd/runc", "/run/containerd")
+)
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The options of the command."""
+    add_output(parser)
+    add_dry_run(parser)
+    add_root(parser)
+    parser.add_argument("--keep-data", action="store_true", help="leave containerd's data (images, containers)")
+
+
+@dataclass(frozen=True)
+class Found:
+    """The node as uninstall found it, to be put back when a step fails."""
+
+    enabled: bool
+    supervised: bool
+    running: bool
+
+
+def find(context: Context) -> Found:
+    """Remember what is enabled and running."""
+    states = systemd.read_units(context.host, (persistence.UNIT, *UNITS))
+    return Found(
+        systemd.is_enabled(context.host, persistence.UNIT),
+        states[persistence.UNIT].active in ("active", "activating"),
+        any(states[unit].active == "active" for unit in UNITS),
+    )
+
+
+def put_back(context: Context, stack: Stack, found: Found) -> list[str]:
+    """Make the node as it was found; return what could not be done."""
+    failed = []
+    attempts: list[tuple[bool, Callable[[], object]]] = [
+        (True, lambda: persistence.allow_restart(context.host)),
+        (found.enabled, lambda: persistence.enable(context.host)),
+        (found.running, lambda: [action.perform(load_work(context)) for action in stack_steps.plan_start(stack)]),
+        (found.supervised, lambda: persistence.start_later(context.host)),
+    ]
+    for wanted, attempt in attempts:
+        try:
+            if wanted:
+                attempt()
+        except (StratumError, OSError) as error:
+            failed.append(str(error))
+    return failed
+
+
+def plan_disarm(context: Context) -> list[Action]:
+    """No start at the next boot, and no restart now."""
+    if not persistence.installed(context.host):
+        return []
+    return [
+        Call("disable", persistence.UNIT, lambda: persistence.disable(context.host)),
+        Call("suppress the restart of", persistence.UNIT, lambda: persistence.suppress_restart(context.host)),
+    ]
+
+
+def plan_unmount(context: Context) -> list[Action]:
+    """Take away the mounts below our trees; one that is in use stops the uninstall."""
+    return [
+        Call("unmount", str(mount.path), lambda path=mount.path: mounts.unmount(context.host, path))  # type: ignore[misc]
+        for mount in mounts.mounts_below(context.host, ROOTS)
+    ]
+
+
+def plan_network(context: Context) -> list[Action]:
+    """Remove our bridge; the containers' own interfaces and rules went with the containers."""
+    if not network.interface_exists(context.host, cni.BRIDGE):
+        return []
+    return [Call("remove bridge", cni.BRIDGE, lambda: network.remove_bridge(context.host, cni.BRIDGE))]
+
+
+def plan_stop_supervisor(context: Context) -> list[Action]:
+    """Stop the supervisor, when nothing is left that it could watch."""
+    if not persistence.installed(context.host):
+        return []
+    return [Call("stop", persistence.UNIT, lambda: persistence.stop(context.host))]
+
+
+def plan_reload(context: Context) -> list[Action]:
+    """systemd forgets the units that are gone."""
+    return [Call("make systemd forget", persistence.UNIT, lambda: persistence.forget(context.host, UNITS))]
+
+
+def plan_traces(context: Context) -> list[Action]:
+    """Empty directories and dead sockets that containerd and runc left at fixed places."""
+    host = context.host
+    actions: list[Action] = []
+    gone: set[HostPath] = set()
+    for path in RUNTIME_TRACES:
+        if not host.is_dir(path):
+            continue
+        for name in host.listdir(path):
+            if path.name == "s":
+                actions.append(RemoveFile(path / name))
+                gone.add(path / name)
+            elif path.name in ("runc", "fifo") and not host.listdir(path / name):
+                actions.append(RemoveDirectory(path / name))
+                gone.add(path / name)
+        if all(path / name in gone for name in host.listdir(path)):
+            actions.append(RemoveDirectory(path))
+            gone.add(path)
+    return actions
+
+
+def teardown_steps(context: Context, stack: Stack) -> list[Step]:
+    """Everything before the deletion; a failure in here puts the node back."""
+    return [
+        Step("disarm", "keep the supervisor from coming back", lambda: plan_disarm(context)),
+        *stack_steps.stop_steps(stack, tuple(reversed(UNITS)), containers=True),
+        Step("unmount", "take away mounts below Stratum's directories", lambda: plan_unmount(context)),
+        Step("network", "remove the container bridge", lambda: plan_network(context)),
+        Step("stop-supervisor", "stop the supervisor", lambda: plan_stop_supervisor(context)),
+    ]
+
+
+def delete_steps(context: Context, removal: Removal) -> list[Step]:
+    """The deletion, the record last, then systemd's own memory."""
+    steps = [Step("delete", "delete what the receipt lists", lambda: removal.actions)]
+    if context.host.live:
+        steps += [
+            Step("traces", "remove what containerd left in /run", lambda: plan_traces(context)),
+            Step("forget", "let systemd forget the units", lambda: plan_reload(context)),
+        ]
+    return steps
+
+
+def uninstall(context: Context, work: Work, *, keep_data: bool, dry_run: bool) -> tuple[Outcome, Removal]:
+    """Tear down, then delete. Errors pass through, with the state that they leave."""
+    stack = Stack(Layout(context.host))
+    outcome = Outcome()
+    if context.host.live:
+        found = find(context)
+        try:
+            outcome = perform(context, work, "uninstall", teardown_steps(context, stack), dry_run=dry_run)
+        except (StratumError, OSError, KeyboardInterrupt) as error:
+            if not dry_run:
+                failed = put_back(context, stack, found)
+                if isinstance(error, StratumError):
+                    error.state = "nothing was deleted; " + (
+                        f"not everything could be put back: {'; '.join(failed)}"
+                        if failed
+                        else "the node runs as before"
+                    )
+            raise
+    removal = plan_removal(work, keep=(containerd.DATA_ROOT,) if keep_data else ())
+    try:
+        deleted = perform(context, work, "uninstall", delete_steps(context, removal), dry_run=dry_run)
+    except StratumError as error:
+        error.state = "the node is stopped and partly deleted; run `stratum uninstall` again"
+        raise
+    outcome.performed += deleted.performed
+    return outcome, removal
+
+
+def run(context: Context, arguments: argparse.Namespace) -> int:
+    """Uninstall, or list what it would do."""
+    context.require_root("uninstall")
+    work = load_work(context)
+    if not len(work.receipt):
+        context.out.result("nothing to remove: Stratum is not installed here")
+        context.out.document("Result", {"command": "uninstall", "changed": False, "steps": [], "left": []})
+        return int(ExitCode.DONE)
+    dry_run = arguments.dry_run
+    with contextlib.nullcontext() if dry_run else lock.hold_lock(context.host, "uninstall"):
+        outcome, removal = uninstall(context, work, keep_data=arguments.keep_data, dry_run=dry_run)
+        if not dry_run and not context.host.live:
+            lock.remove_lock(context.host)
+    for left in removal.left:
+        context.out.result(f"{'stays' if dry_run else 'left'}: {left.path}: {left.why}")
+    report(context, "uninstall", outcome, dry_run=dry_run, more={"left": [left.to_json() for left in removal.left]})
+    return int(ExitCode.DONE)

@@ -1,0 +1,330 @@
+"""Checks of the host, each with a name, before anything is written.
+
+A check looks and returns findings; it changes nothing. A finding that rejects stops ``up``; a warning is shown.
+The same list feeds ``stratum preflight`` and the gate in ``up``. One check can be skipped by its name.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Callable, Optional
+
+from stratum.host.mounts import mount_types
+from stratum.system import SEARCH_PATH, Host, HostPath
+
+__all__ = ["REJECT", "WARN", "Finding", "Need", "check_host", "detect_unmanaged", "parse_kernel_release"]
+
+REJECT = "reject"
+WARN = "warn"
+
+# Seed 004, CheckFloor: the hard floor and the target of the kernel.
+KERNEL_FLOOR = (4, 19, 57)
+KERNEL_TARGET = (5, 10, 0)
+_CGROUP2_SUPER_MAGIC = "cgroup2"
+UNIT_DIRS = tuple(
+    HostPath(name)
+    for name in ("/etc/systemd/system", "/run/systemd/system", "/usr/lib/systemd/system", "/lib/systemd/system")
+)
+# What up runs outside of the bundle, and why.
+COMMANDS = {"systemctl": "units are managed with it", "journalctl": "logs and errors are read with it"}
+# Programs that some functions need and a container host can do without.
+OPTIONAL_COMMANDS = {
+    "iptables": "containers get no address translation to the outside",
+    "modprobe": "kernel modules must be loaded already",
+}
+_WRITABLE = ("/etc/stratum", "/etc/systemd/system", "/opt/stratum", "/var/lib/stratum", "/run", "/usr/local/bin")
+OWNED = HostPath("/opt/stratum")
+_EXECUTABLE = ("/opt/stratum", "/usr/local/bin")
+
+
+@dataclass(frozen=True)
+class Finding:
+    """Something that preflight has to say: ``check`` is its name, ``severity`` ``reject`` or ``warn``."""
+
+    check: str
+    severity: str
+    message: str
+    hint: str
+
+    def to_json(self) -> dict[str, object]:
+        """The form of ``--output json``."""
+        return {"check": self.check, "severity": self.severity, "message": self.message, "hint": self.hint}
+
+
+@dataclass(frozen=True)
+class Need:
+    """What an installation will take from one directory's file system: bytes and inodes."""
+
+    path: HostPath
+    size: int
+    inodes: int
+
+
+def existing_parent(host: Host, path: HostPath) -> HostPath:
+    """``path`` or its nearest parent that exists."""
+    return next(candidate for candidate in (path, *path.parents) if host.exists(candidate))
+
+
+def check_root(host: Host) -> list[Finding]:
+    """The process is root; the files of the node belong to root."""
+    if host.euid == 0:
+        return []
+    return [Finding("root", REJECT, f"running as user {host.euid}, not root", "run it with sudo")]
+
+
+def check_systemd(host: Host) -> list[Finding]:
+    """systemd is PID 1: sd_booted(3) tests for its runtime directory."""
+    if host.is_dir("/run/systemd/system"):
+        return []
+    return [
+        Finding(
+            "systemd",
+            REJECT,
+            "systemd is not PID 1 here (/run/systemd/system is missing)",
+            "boot the host with systemd; Stratum runs the node as systemd units",
+        )
+    ]
+
+
+def check_cgroup(host: Host) -> list[Finding]:
+    """cgroup v2 alone at /sys/fs/cgroup; the hybrid layout counts as version 1."""
+    kind = mount_types(host).get(HostPath("/sys/fs/cgroup"))
+    if kind == _CGROUP2_SUPER_MAGIC:
+        return []
+    found = f"its type is {kind}" if kind else "nothing is mounted there"
+    return [
+        Finding(
+            "cgroup-v2",
+            REJECT,
+            f"/sys/fs/cgroup is not the cgroup v2 file system ({found})",
+            "boot with systemd.unified_cgroup_hierarchy=1 on the kernel command line",
+        )
+    ]
+
+
+def parse_kernel_release(release: str) -> Optional[tuple[int, int, int]]:
+    """The numbers at the start of a release string such as ``5.14.0-427.el9`` or ``6.1-rc3``; None without."""
+    found = re.match(r"(\d+)\.(\d+)(?:\.(\d+))?", release)
+    return (int(found[1]), int(found[2]), int(found[3] or 0)) if found else None
+
+
+def check_kernel(host: Host) -> list[Finding]:
+    """The kernel floor of seed 004 (CheckFloor)."""
+    release = host.kernel_release()
+    version = parse_kernel_release(release)
+    if version is None:
+        return [Finding("kernel", WARN, f"cannot read a version in the kernel release {release!r}", "check it by hand")]
+    if version < KERNEL_FLOOR:
+        return [Finding("kernel", REJECT, f"kernel {release} is older than 4.19.57", "install a newer kernel")]
+    if version < KERNEL_TARGET:
+        return [Finding("kernel", WARN, f"kernel {release} is older than 5.10", "a newer kernel is advised")]
+    return []
+
+
+def check_commands(host: Host) -> list[Finding]:
+    """The programs that up runs, looked up in PATH and the standard directories."""
+    missing = [
+        Finding("commands", REJECT, f"{name} is not installed: {why}", f"install the package that has {name}")
+        for name, why in COMMANDS.items()
+        if host.which(name) is None
+    ]
+    return missing + [
+        Finding("optional-commands", WARN, f"{name} is not installed: {why}", f"install the package that has {name}")
+        for name, why in OPTIONAL_COMMANDS.items()
+        if host.which(name) is None
+    ]
+
+
+def check_writable(host: Host) -> list[Finding]:
+    """Each directory that up writes to is writable; a missing one through its nearest parent."""
+    findings = []
+    for name in _WRITABLE:
+        parent = existing_parent(host, HostPath(name))
+        why = None
+        if not host.is_dir(parent):
+            why = "not a directory"
+        elif host.statvfs(parent).f_flag & os.ST_RDONLY:
+            why = "on a read-only file system"
+        elif not os.access(host.real(parent, follow=True), os.W_OK | os.X_OK):
+            why = "not writable"
+        if why:
+            hint = f"make {parent} writable (findmnt --target {parent} shows its mount)"
+            findings.append(Finding("writable-paths", REJECT, f"{name}: {parent} is {why}", hint))
+    return findings
+
+
+def check_executable(host: Host) -> list[Finding]:
+    """No ``noexec`` where programs will be: containerd could not start."""
+    findings = []
+    for name in _EXECUTABLE:
+        parent = existing_parent(host, HostPath(name))
+        if host.statvfs(parent).f_flag & os.ST_NOEXEC:
+            hint = f"remount it: mount -o remount,exec $(findmnt --noheadings --output TARGET --target {parent})"
+            findings.append(Finding("noexec", REJECT, f"{name}: its file system is mounted noexec", hint))
+    return findings
+
+
+def check_space(host: Host, needs: Sequence[Need]) -> list[Finding]:
+    """Free space and inodes, summed for each file system, for everything that will be written."""
+    by_device: dict[int, list[Need]] = {}
+    for need in needs:
+        device = host.stat(existing_parent(host, need.path)).st_dev
+        by_device.setdefault(device, []).append(need)
+    findings = []
+    for group in by_device.values():
+        where = existing_parent(host, group[0].path)
+        system = host.statvfs(where)
+        size, inodes = sum(need.size for need in group), sum(need.inodes for need in group)
+        free = system.f_bavail * system.f_frsize
+        if size > free:
+            findings.append(
+                Finding(
+                    "disk-space",
+                    REJECT,
+                    f"{group[0].path}: {_mib(size)} are needed and {_mib(free)} are free",
+                    f"free {_mib(size - free)} on the file system of {where}",
+                )
+            )
+        # Some file systems (btrfs, bcachefs) make inodes as they go and report none.
+        if system.f_files and inodes > system.f_favail:
+            findings.append(
+                Finding(
+                    "inodes",
+                    REJECT,
+                    f"{group[0].path}: {inodes} inodes are needed and {system.f_favail} are free",
+                    f"remove files from the file system of {where}",
+                )
+            )
+    return findings
+
+
+def _mib(size: int) -> str:
+    return f"{-(-size // (1 << 20))} MiB"
+
+
+def check_masked(host: Host, units: Sequence[str]) -> list[Finding]:
+    """None of our units is masked: systemd would refuse to start it, and we never unmask what an admin masked."""
+    findings = []
+    for unit in units:
+        for directory in UNIT_DIRS[:2]:
+            path = directory / unit
+            if host.is_link(path) and host.readlink(path) == "/dev/null":
+                hint = f"if that is not on purpose: systemctl unmask {unit}"
+                findings.append(Finding("masked-unit", REJECT, f"{path}: the unit is masked", hint))
+    return findings
+
+
+def detect_unmanaged(host: Host, owned: HostPath = OWNED) -> list[str]:
+    """Each kubelet or containerd that is not ours: a unit file, a program, a running process (seed 000).
+
+    Two of them on one host fight over sockets and directories.
+    """
+    names = ("containerd", "kubelet")
+    found = [
+        f"unit file {directory / name}.service"
+        for directory in UNIT_DIRS
+        for name in names
+        if _starts_something(host, directory / f"{name}.service")
+    ]
+    found += [
+        f"program {directory}/{name}"
+        for directory in SEARCH_PATH
+        for name in names
+        if host.lexists(f"{directory}/{name}") and not _leads_into(host, HostPath(f"{directory}/{name}"), owned)
+    ]
+    return _unique_files(host, found) + _foreign_processes(host, names, owned)
+
+
+def _starts_something(host: Host, unit: HostPath) -> bool:
+    # A masked unit (a link to /dev/null) never starts anything, so it is in nobody's way.
+    return host.lexists(unit) and not (host.is_link(unit) and host.readlink(unit) == "/dev/null")
+
+
+def _leads_into(host: Host, path: HostPath, owned: HostPath) -> bool:
+    real = os.path.realpath(host.real(path, follow=True))
+    return real.startswith(os.path.realpath(host.real(owned)) + "/")
+
+
+def _unique_files(host: Host, found: Sequence[str]) -> list[str]:
+    # /lib is a link to /usr/lib on merged systems: one file must not be named twice.
+    seen: dict[str, str] = {}
+    for text in found:
+        kind, _, path = text.rpartition(" ")
+        parent = os.path.realpath(host.real(HostPath(path).parent, follow=True))
+        seen.setdefault(f"{kind} {parent}/{HostPath(path).name}", text)
+    return list(seen.values())
+
+
+def _foreign_processes(host: Host, names: Sequence[str], owned: HostPath) -> list[str]:
+    found = []
+    for name in host.listdir("/proc") if host.is_dir("/proc") else []:
+        if not name.isdigit():
+            continue
+        try:
+            program = host.readlink(f"/proc/{name}/exe").replace(" (deleted)", "")
+        except OSError:
+            continue  # a kernel thread, or a process that has just ended
+        if HostPath(program).name in names and not program.startswith(f"{owned}/"):
+            found.append(f"process {name} ({program})")
+    return found
+
+
+def check_ownership(host: Host) -> list[Finding]:
+    """No kubelet or containerd that is not ours; each one is a finding."""
+    return [
+        Finding(
+            "unmanaged", REJECT, f"{what} is not Stratum's", "remove it; two of them on one host fight over sockets"
+        )
+        for what in detect_unmanaged(host)
+    ]
+
+
+def check_host(
+    host: Host, *, needs: Sequence[Need] = (), units: Sequence[str] = (), skip: Sequence[str] = ()
+) -> list[Finding]:
+    """All findings about the host at once. A directory tree is asked only what holds for a tree."""
+    findings: list[Finding] = []
+    for check in _checks(host, needs, units):
+        try:
+            findings += check()
+        except OSError as error:
+            if error.errno in (errno.EACCES, errno.EPERM):
+                continue  # not root: that is a finding of its own
+            raise
+    return [finding for finding in findings if finding.check not in skip]
+
+
+def _checks(host: Host, needs: Sequence[Need], units: Sequence[str]) -> list[Callable[[], list[Finding]]]:
+    both = [
+        lambda: check_writable(host),
+        lambda: check_space(host, needs),
+        lambda: check_masked(host, units),
+        lambda: check_ownership(host),
+    ]
+    if not host.live:
+        return both
+    running = (check_root, check_systemd, check_cgroup, check_kernel, check_commands, check_executable)
+    return [*(lambda check=check: check(host) for check in running), *both]
+
+
+CHECKS: Mapping[str, str] = {
+    "root": "the process is root",
+    "systemd": "systemd is PID 1",
+    "cgroup-v2": "cgroup v2 alone at /sys/fs/cgroup",
+    "kernel": "kernel 4.19.57 or later",
+    "commands": "systemctl and journalctl are there",
+    "optional-commands": "iptables and modprobe are there",
+    "writable-paths": "the directories that up writes to are writable",
+    "noexec": "programs can be run from /opt/stratum and /usr/local/bin",
+    "disk-space": "room for everything that will be unpacked",
+    "inodes": "inodes for everything that will be unpacked",
+    "masked-unit": "no unit of ours is masked",
+    "unmanaged": "no containerd or kubelet that is not ours",
+    "architecture": "the bundle is for this machine",
+    "signature": "a trusted key signed the bundle",
+    "digests": "each blob of the bundle has its digest",
+}

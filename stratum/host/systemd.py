@@ -1,0 +1,93 @@
+"""systemd, spoken to with systemctl and journalctl."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from stratum.errors import CommandError, StratumError
+from stratum.system import Host
+
+__all__ = ["UnitState", "failed_start", "is_enabled", "journal_tail", "read_units", "start_unit", "stop_unit"]
+
+_CALL_TIMEOUT = 30.0
+_START_TIMEOUT = 180.0
+_STOP_TIMEOUT = 180.0
+
+
+@dataclass(frozen=True)
+class UnitState:
+    """What systemd says of a unit (``systemctl show``)."""
+
+    unit: str
+    load: str  # loaded, not-found, masked …
+    active: str  # active, inactive, activating, failed …
+    sub: str
+    main_pid: int
+    needs_reload: bool
+    drop_ins: tuple[str, ...]
+
+    @property
+    def installed(self) -> bool:
+        """Whether systemd knows a unit of that name."""
+        return self.load not in ("not-found", "")
+
+
+_PROPERTIES = "Id,LoadState,ActiveState,SubState,MainPID,NeedDaemonReload,DropInPaths"
+
+
+def read_units(host: Host, units: Sequence[str]) -> dict[str, UnitState]:
+    """The state of each unit; raises CommandError."""
+    text = host.run(["systemctl", "show", f"--property={_PROPERTIES}", *units], timeout=_CALL_TIMEOUT).text
+    states = {}
+    for unit, block in zip(units, text.strip().split("\n\n")):
+        values = dict(line.partition("=")[::2] for line in block.splitlines())
+        states[unit] = UnitState(
+            unit,
+            values.get("LoadState", ""),
+            values.get("ActiveState", ""),
+            values.get("SubState", ""),
+            int(values.get("MainPID") or 0),
+            values.get("NeedDaemonReload") == "yes",
+            tuple(values.get("DropInPaths", "").split()),
+        )
+    return states
+
+
+def is_enabled(host: Host, unit: str) -> bool:
+    """Whether the unit starts at boot; raises CommandError only when systemctl cannot be run."""
+    return host.run(["systemctl", "is-enabled", "--quiet", unit], timeout=_CALL_TIMEOUT, check=False).status == 0
+
+
+def journal_tail(host: Host, unit: str, lines: int = 10) -> list[str]:
+    """The last lines of a unit's journal in this boot; empty when there are none or journalctl fails."""
+    argv = ["journalctl", "--unit", unit, "--boot", "--no-pager", "--output", "cat", "--lines", str(lines)]
+    try:
+        return [line for line in host.run(argv, timeout=_CALL_TIMEOUT).text.splitlines() if line.strip()]
+    except CommandError:
+        return []
+
+
+def failed_start(host: Host, unit: str, error: StratumError) -> StratumError:
+    """``error`` with the unit's last journal lines, which say why it did not start."""
+    tail = " | ".join(journal_tail(host, unit, 5))
+    return StratumError(
+        "unit-failed",
+        f"{unit}: did not start: {tail or error.message}",
+        hint=f"read all of it: journalctl --boot --unit {unit}",
+    )
+
+
+def start_unit(host: Host, unit: str) -> None:
+    """Start a unit and wait until systemd calls it started; raises :class:`StratumError` with its journal."""
+    # A unit that hit its start limit refuses to start until that is forgotten.
+    host.run(["systemctl", "reset-failed", unit], timeout=_CALL_TIMEOUT, check=False)
+    try:
+        host.run(["systemctl", "start", unit], timeout=_START_TIMEOUT)
+    except CommandError as error:
+        raise failed_start(host, unit, error) from None
+
+
+def stop_unit(host: Host, unit: str) -> None:
+    """Stop a unit and wait for it; raises CommandError."""
+    host.run(["systemctl", "stop", unit], timeout=_STOP_TIMEOUT)

@@ -1,0 +1,200 @@
+"""The container network: a bridge of our own, plugin links, and taking attachments back.
+
+Formats: CNI specification 1.0.0 (network configuration lists, execution protocol) and the result cache that
+libcni keeps under ``/var/lib/cni/results``, which ``containerd`` and ``ctr`` both write.
+"""
+
+from __future__ import annotations
+
+import base64
+import ipaddress
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Optional
+
+from stratum.errors import StratumError
+from stratum.steps import Action, Work, plan_directory, plan_link
+from stratum.system import Host, HostPath
+
+__all__ = [
+    "BRIDGE",
+    "CONFIG_PATH",
+    "HOST_BIN_DIR",
+    "NETWORK",
+    "RESULTS",
+    "choose_subnet",
+    "plan_plugin_links",
+    "read_attachments",
+    "release_attachment",
+    "render_network",
+]
+
+NETWORK = "stratum"
+BRIDGE = "stratum0"
+CONFIG_PATH = HostPath("/etc/cni/net.d/10-stratum.conflist")
+# It stays CNI's default: cluster add-ons install their plugins there from a hostPath mount (seed 000).
+HOST_BIN_DIR = HostPath("/opt/cni/bin")
+RESULTS = HostPath("/var/lib/cni/results")
+# Addresses are given out under /run: a reboot ends every container, so it must free every address.
+ADDRESSES = HostPath("/run/stratum/cni")
+
+_CANDIDATES = ("10.215.0.0/16", "10.216.0.0/16", "172.27.0.0/16", "192.168.215.0/24")
+_PLUGIN_TIMEOUT = 30.0
+
+
+def render_network(subnet: str, *, masquerade: bool) -> bytes:
+    """The bridge network for containers that no cluster network serves."""
+    bridge = {
+        "type": "bridge",
+        "bridge": BRIDGE,
+        "isGateway": True,
+        "ipMasq": masquerade,
+        "hairpinMode": True,
+        "ipam": {
+            "type": "host-local",
+            "dataDir": str(ADDRESSES),
+            "ranges": [[{"subnet": subnet}]],
+            "routes": [{"dst": "0.0.0.0/0"}],
+        },
+    }
+    portmap = {"type": "portmap", "capabilities": {"portMappings": True}}
+    value = {"cniVersion": "1.0.0", "name": NETWORK, "plugins": [bridge, portmap]}
+    return json.dumps(value, indent=2).encode() + b"\n"
+
+
+def _routed(host: Host) -> list[ipaddress.IPv4Network]:
+    """The IPv4 networks that the host has routes to: /proc/net/route, proc(5)."""
+    try:
+        lines = host.read_text("/proc/net/route").splitlines()[1:]
+    except OSError:
+        return []
+    found = []
+    for line in lines:
+        fields = line.split()
+        if len(fields) < 8 or fields[0] == BRIDGE:
+            continue
+        # The numbers are hexadecimal in the machine's byte order, which is little on both that we support.
+        address = int.from_bytes(bytes.fromhex(fields[1]), "little")
+        mask = int.from_bytes(bytes.fromhex(fields[7]), "little")
+        if mask:
+            found.append(ipaddress.IPv4Network((address, bin(mask).count("1"))))
+    return found
+
+
+def choose_subnet(host: Host) -> str:
+    """The subnet for the bridge: the one in force, else the first that overlaps no route of the host.
+
+    Raises :class:`StratumError` when every candidate overlaps.
+    """
+    try:
+        known = json.loads(host.read_bytes(CONFIG_PATH))["plugins"][0]["ipam"]["ranges"][0][0]["subnet"]
+        return str(ipaddress.IPv4Network(known))
+    except (OSError, ValueError, KeyError, IndexError, TypeError):
+        pass
+    routed = _routed(host)
+    for candidate in _CANDIDATES:
+        if not any(ipaddress.IPv4Network(candidate).overlaps(network) for network in routed):
+            return candidate
+    raise StratumError(
+        "no-subnet",
+        f"each of {', '.join(_CANDIDATES)} overlaps a route of this host",
+        hint=f"write a network of your own to {CONFIG_PATH}",
+    )
+
+
+def plan_plugin_links(work: Work, plugins: Sequence[str], active: HostPath) -> list[Action]:
+    """Links in the host's plugin directory, each to the plugin of its name below the ``current`` link.
+
+    A flip then switches the plugins too. A file that is no link, or a link that leads elsewhere, belongs to
+    somebody else and is left alone (seed 000, LinkCNIPlugins).
+    """
+    actions: list[Action] = []
+    for name in plugins:
+        path = HOST_BIN_DIR / name
+        target = str(active / name)
+        if work.host.lexists(path) and not _is_ours(work.host, path, active):
+            continue
+        actions += plan_link(work, path, target)
+    made = {action.subject for action in actions}
+    directories = [item for item in plan_directory(work.host, HOST_BIN_DIR) if item.subject not in made]
+    return directories + _without_repeats(actions)
+
+
+def _without_repeats(actions: Sequence[Action]) -> list[Action]:
+    return list(dict.fromkeys(actions))
+
+
+def _is_ours(host: Host, path: HostPath, active: HostPath) -> bool:
+    return host.is_link(path) and HostPath(host.readlink(path)).parent == active
+
+
+@dataclass(frozen=True)
+class Attachment:
+    """A container's place in our network, from libcni's result cache."""
+
+    path: HostPath
+    container: str
+    interface: str
+    configuration: dict[str, Any]
+    result: Optional[dict[str, Any]]
+    arguments: str
+    capabilities: dict[str, Any]
+
+
+def read_attachments(host: Host) -> list[Attachment]:
+    """The attachments to our network that libcni remembers; files that are not its own are passed over."""
+    if not host.is_dir(RESULTS):
+        return []
+    found = []
+    for name in host.listdir(RESULTS):
+        if not name.startswith(f"{NETWORK}-"):
+            continue
+        try:
+            value = json.loads(host.read_bytes(RESULTS / name))
+            if value.get("networkName") != NETWORK:
+                continue
+            found.append(
+                Attachment(
+                    RESULTS / name,
+                    str(value["containerId"]),
+                    str(value["ifName"]),
+                    json.loads(base64.b64decode(value["config"])),
+                    value.get("result"),
+                    ";".join(f"{key}={item}" for key, item in value.get("cniArgs") or []),
+                    value.get("capabilityArgs") or {},
+                )
+            )
+        except (OSError, ValueError, KeyError, TypeError, AttributeError):
+            continue
+    return found
+
+
+def release_attachment(host: Host, attachment: Attachment, plugin_dir: HostPath) -> None:
+    """Run DEL of each plugin of the network, the last first, then forget the attachment.
+
+    The plugin that made a rule or an address takes it away (CNI specification, section 2 and 3). The
+    network namespace is gone, as it is after a crash, so CNI_NETNS is empty. Raises CommandError.
+    """
+    environment = {
+        "CNI_COMMAND": "DEL",
+        "CNI_CONTAINERID": attachment.container,
+        "CNI_IFNAME": attachment.interface,
+        "CNI_NETNS": "",
+        "CNI_PATH": str(plugin_dir),
+        "CNI_ARGS": attachment.arguments,
+    }
+    shared = {key: attachment.configuration[key] for key in ("name", "cniVersion") if key in attachment.configuration}
+    for plugin in reversed(attachment.configuration.get("plugins", [])):
+        request = {**plugin, **shared}
+        if attachment.result:
+            request["prevResult"] = attachment.result
+        wanted = plugin.get("capabilities", {})
+        request["runtimeConfig"] = {key: value for key, value in attachment.capabilities.items() if wanted.get(key)}
+        data = json.dumps(request).encode()
+        program = str(plugin_dir / HostPath(str(plugin["type"])).name)
+        host.run([program], timeout=_PLUGIN_TIMEOUT, env=environment, feed=lambda pipe, data=data: pipe.write(data))  # type: ignore[misc]
+    try:
+        host.unlink(attachment.path)
+    except FileNotFoundError:
+        pass

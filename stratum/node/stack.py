@@ -1,0 +1,139 @@
+"""The running stack: its units in order, the gates between them, and its end (seed 000, type Backend).
+
+Start order is :data:`UNITS`; stop order the reverse. Every unit is tried when stopping, so that a failure on
+one does not leave the others running; the errors are joined.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from stratum.errors import CommandError, StratumError
+from stratum.node import cni, containerd, reaper
+from stratum.node.layout import Layout
+from stratum.node.units import UNIT_CONTAINERD
+from stratum.receipt import file_digest
+from stratum.system import Host, HostPath
+
+__all__ = ["UNITS", "Stack", "join_errors"]
+
+UNITS = (UNIT_CONTAINERD,)
+STARTED = HostPath("/run/stratum/started.json")
+GATE_TIMEOUT = 120.0  # seconds that containerd has to answer its first call
+_GRACE = 10.0  # seconds that containers have to end by themselves
+_CGROUPS = HostPath("/sys/fs/cgroup")
+
+
+def join_errors(errors: Sequence[StratumError], doing: str) -> None:
+    """Raise one error that says all of ``errors``; none hides another. No errors: nothing."""
+    if not errors:
+        return
+    if len(errors) == 1:
+        raise errors[0]
+    raise StratumError(
+        errors[0].reference,
+        f"{doing}: " + "; ".join(error.message for error in errors),
+        hint="; ".join(dict.fromkeys(error.hint for error in errors if error.hint)) or None,
+    )
+
+
+@dataclass(frozen=True)
+class Stack:
+    """The node's units on a live host, with the versions below ``layout``."""
+
+    layout: Layout
+
+    @property
+    def host(self) -> Host:
+        """The host that it runs on."""
+        return self.layout.host
+
+    @property
+    def ctr(self) -> containerd.Ctr:
+        """containerd's client, of the active version."""
+        return containerd.Ctr(self.host, self.layout.bin_dir)
+
+    # -- what it was started with -------------------------------------------------------------------
+
+    def inputs(self) -> dict[str, str]:
+        """What the running units depend on: the version and the digests of their files."""
+        found = {"version": self.layout.current() or ""}
+        for path in (containerd.CONFIG_PATH,):
+            if self.host.exists(path):
+                found[str(path)] = file_digest(self.host, path)
+        return found
+
+    def started_with(self) -> dict[str, str]:
+        """The inputs of the last start in this boot; empty when there was none."""
+        try:
+            value = json.loads(self.host.read_bytes(STARTED))
+            return {str(key): str(item) for key, item in value.items()}
+        except (OSError, ValueError, AttributeError):
+            return {}
+
+    def note_started(self) -> None:
+        """Remember the inputs of this start, under /run: they hold for this boot."""
+        from stratum import atomicfile
+
+        self.host.makedirs(STARTED.parent)
+        atomicfile.write_file(self.host, STARTED, json.dumps(self.inputs()).encode() + b"\n")
+
+    # -- gates --------------------------------------------------------------------------------------
+
+    def wait_ready(self, unit: str, timeout: float = GATE_TIMEOUT) -> None:
+        """The gate behind a unit: containerd answers a call. Raises :class:`StratumError`."""
+        if unit == UNIT_CONTAINERD:
+            self.ctr.wait_until_answers(timeout)
+
+    # -- the end ------------------------------------------------------------------------------------
+
+    def end_containers(self) -> list[StratumError]:
+        """End every container through containerd while it answers: asked first, killed after a grace."""
+        errors: list[StratumError] = []
+        if not self.host.exists(containerd.ADDRESS) or not self.ctr.answers():
+            return errors
+        for namespace in self.ctr.namespaces():
+            try:
+                errors += self.ctr.end_tasks(namespace, _GRACE)
+                errors += self.ctr.delete_containers(namespace)
+            except CommandError as error:
+                errors.append(error)
+        return errors
+
+    def shims(self) -> list[reaper.Process]:
+        """The shims of our containerd, and every process below them."""
+        everybody = reaper.read_processes(self.host)
+        return reaper.with_descendants(everybody, reaper.find_shims(everybody, containerd.ADDRESS))
+
+    def reap(self) -> list[StratumError]:
+        """End what outlived the units, take its network attachments back, remove its empty cgroups."""
+        errors = reaper.end_processes(self.host, self.shims())
+        errors += self.release_network()
+        for namespace in (containerd.NAMESPACE, "k8s.io"):
+            remove_empty_cgroups(self.host, _CGROUPS / namespace)
+        return errors
+
+    def release_network(self) -> list[StratumError]:
+        """Give back the addresses and rules of containers that are gone."""
+        errors: list[StratumError] = []
+        for attachment in cni.read_attachments(self.host):
+            try:
+                cni.release_attachment(self.host, attachment, self.layout.cni_bin_dir)
+            except CommandError as error:
+                errors.append(error)
+        return errors
+
+
+def remove_empty_cgroups(host: Host, path: HostPath) -> None:
+    """Remove a cgroup and those below it, as far as no process is in them."""
+    if not host.is_dir(path):
+        return
+    for name in host.listdir(path):
+        if host.is_dir(path / name) and not host.is_link(path / name):
+            remove_empty_cgroups(host, path / name)
+    try:
+        host.rmdir(path)
+    except OSError:
+        pass  # a process lives there: it is not ours to end here

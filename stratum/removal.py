@@ -1,0 +1,117 @@
+"""Taking away what the receipt lists: exactly that, in the state in which Stratum left it.
+
+A file or link that somebody changed stays and is named. A directory goes when nothing else is in it. No link
+is followed out of a recorded directory and no mount is crossed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+
+from stratum.journal import JOURNAL_PATH
+from stratum.receipt import RECEIPT_PATH, STATE_DIRECTORY, Condition, Entry, Receipt
+from stratum.steps import Action, Call, RemoveDirectory, RemoveFile, RemoveTree, Work
+from stratum.system import Host, HostPath
+
+__all__ = ["Left", "Removal", "plan_removal"]
+
+
+@dataclass(frozen=True)
+class Left:
+    """A path that stays, and why."""
+
+    path: HostPath
+    why: str
+
+    def to_json(self) -> dict[str, object]:
+        """The form of ``--output json``."""
+        return {"path": str(self.path), "why": self.why}
+
+
+@dataclass
+class Removal:
+    """What will go and what will stay."""
+
+    actions: list[Action] = field(default_factory=list)
+    left: list[Left] = field(default_factory=list)
+
+
+def plan_removal(work: Work, *, keep: Sequence[HostPath] = ()) -> Removal:
+    """What to do so that nothing in the receipt is there any more, except the trees in ``keep``.
+
+    Plans only; raises OSError when the host cannot be read.
+    """
+    removal = Removal()
+    host, receipt = work.host, work.receipt
+    gone: set[HostPath] = {RECEIPT_PATH, JOURNAL_PATH}
+    barred = _barred(receipt, removal)
+    for entry in sorted(receipt, key=lambda item: len(item.path.parts), reverse=True):
+        if any(parent in barred for parent in (entry.path, *entry.path.parents)):
+            continue
+        if entry.path in keep:
+            removal.left.append(Left(entry.path, "kept, as asked"))
+        elif entry.path != STATE_DIRECTORY:
+            _plan_entry(host, receipt, entry, gone, removal)
+    kept = [entry for entry in receipt if entry.path in keep]
+    removal.actions.append(Call("remove", str(RECEIPT_PATH), lambda: _close(work, kept)))
+    _plan_state(host, receipt, gone, removal, bool(kept))
+    return removal
+
+
+def _barred(receipt: Receipt, removal: Removal) -> set[HostPath]:
+    """Recorded directories that are something else now: nothing is followed through them."""
+    barred = {
+        entry.path
+        for entry in receipt
+        if entry.kind in ("directory", "tree") and receipt.condition(entry) == Condition.CHANGED
+    }
+    removal.left += [Left(path, "was a directory of Stratum's and is something else now") for path in sorted(barred)]
+    return barred
+
+
+def _plan_entry(host: Host, receipt: Receipt, entry: Entry, gone: set[HostPath], removal: Removal) -> None:
+    condition = receipt.condition(entry)
+    if condition == Condition.MISSING:
+        return
+    if condition == Condition.CHANGED:
+        removal.left.append(Left(entry.path, "changed since Stratum wrote it"))
+    elif entry.kind == "tree":
+        removal.actions.append(RemoveTree(entry.path))
+        gone.add(entry.path)
+    elif entry.kind == "directory":
+        _plan_directory(host, entry.path, gone, removal)
+    else:
+        removal.actions.append(RemoveFile(entry.path))
+        gone.add(entry.path)
+
+
+def _plan_directory(host: Host, path: HostPath, gone: set[HostPath], removal: Removal) -> None:
+    others = _others(host, path, gone)
+    if others:
+        removal.left.append(Left(path, f"holds what is not Stratum's: {', '.join(others)}"))
+        return
+    removal.actions.append(RemoveDirectory(path))
+    gone.add(path)
+
+
+def _others(host: Host, path: HostPath, gone: Iterable[HostPath]) -> list[str]:
+    return [name for name in host.listdir(path) if path / name not in gone]
+
+
+def _close(work: Work, kept: Sequence[Entry]) -> None:
+    """The record goes last: until then a run that is cut off can go on."""
+    if kept:
+        work.receipt.forget(
+            *(entry.path for entry in work.receipt if entry not in kept and entry.path != STATE_DIRECTORY)
+        )
+        RemoveFile(JOURNAL_PATH).perform(work)
+        return
+    for path in (JOURNAL_PATH, RECEIPT_PATH):
+        RemoveFile(path).perform(work)
+
+
+def _plan_state(host: Host, receipt: Receipt, gone: set[HostPath], removal: Removal, kept: bool) -> None:
+    if kept or receipt.get(STATE_DIRECTORY) is None or not host.is_dir(STATE_DIRECTORY):
+        return
+    _plan_directory(host, STATE_DIRECTORY, gone, removal)

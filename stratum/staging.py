@@ -1,0 +1,36 @@
+"""Staging: where things are made before one rename puts them in their place.
+
+It is on the file system of what it becomes, at names that nobody can guess. Whoever holds the lock may clear it:
+what is in it then was left by a run that was cut off.
+"""
+
+from __future__ import annotations
+
+import secrets
+
+from stratum.receipt import Entry, Receipt
+from stratum.steps import remove_tree
+from stratum.system import Host, HostPath
+
+__all__ = ["OWN_ROOT", "STAGING", "new_staging", "reap_staging"]
+
+OWN_ROOT = HostPath("/opt/stratum")
+STAGING = OWN_ROOT / ".staging"
+
+
+def new_staging(host: Host, receipt: Receipt) -> HostPath:
+    """A new empty directory; its parents are recorded before they are made. Raises OSError."""
+    if not host.is_dir(STAGING):
+        missing = [path for path in reversed(OWN_ROOT.parents) if not host.is_dir(path)]
+        receipt.record(*(Entry(path, "directory") for path in [*missing, OWN_ROOT]), Entry(STAGING, "tree"))
+        host.makedirs(OWN_ROOT)
+        host.mkdir(STAGING, 0o700)
+    path = STAGING / secrets.token_hex(8)
+    host.mkdir(path, 0o755)
+    return path
+
+
+def reap_staging(host: Host) -> None:
+    """Remove what is left in staging, and staging itself. Call it with the lock held. Raises OSError."""
+    if host.is_dir(STAGING):
+        remove_tree(host, STAGING)
