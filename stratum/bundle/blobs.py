@@ -7,22 +7,18 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator
 from typing import Callable, Optional, Union
 
-from stratum.bundle.oci import Descriptor, parse_json
+from stratum.bundle.document import malformed, parse_json
+from stratum.bundle.oci import Descriptor
 from stratum.bundle.tarstream import CHUNK, Readable, shown
 from stratum.errors import BundleError, DigestMismatchError
 
-__all__ = ["Blob", "BundleSource", "Wanted", "check_layout", "malformed", "no_layout", "reading"]
+__all__ = ["Blob", "BundleSource", "Wanted", "check_layout", "malformed", "no_layout", "read_whole", "reading"]
 
 SIGNATURE_LIMIT = 16384
 SIGNATURES_MOST = 16
 LAYOUT_LIMIT = 4096
 LAYOUT_NAME = "oci-layout"
 INDEX_NAME = "index.json"
-
-
-def malformed(where: str, why: str, hint: str = "build or copy the bundle again") -> BundleError:
-    """The error for a bundle that is not what it must be."""
-    return BundleError("bundle-malformed", f"{where}: {why}", hint=hint)
 
 
 class Blob:
@@ -91,6 +87,13 @@ class Blob:
             self._close = None
 
 
+def read_whole(blob: Blob, limit: int) -> bytes:
+    """All of ``blob``, proved; raises :class:`BundleError`, also when it is over ``limit`` bytes."""
+    if blob.descriptor.size > limit:
+        raise malformed(blob.where, f"has {blob.descriptor.size} bytes; at most {limit} are read")
+    return blob.read()
+
+
 class Wanted:
     """The blobs that somebody waits for. More may be added while they arrive, as manifests name them."""
 
@@ -151,15 +154,15 @@ class BundleSource(ABC):
 
     def read_blob(self, descriptor: Descriptor, limit: int) -> bytes:
         """The whole blob, proved; raises :class:`BundleError`, also when it is over ``limit`` bytes."""
-        if descriptor.size > limit:
-            raise malformed(
-                f"blob {descriptor.digest} of {self.name}", f"{descriptor.size} bytes; at most {limit} are read"
-            )
         blob = self.open_blob(descriptor)
         try:
-            return blob.read()
+            return read_whole(blob, limit)
         finally:
             blob.close()
+
+    def has_passed(self, descriptor: Descriptor) -> bool:  # noqa: ARG002
+        """Whether the blob has gone by and cannot be had any more."""
+        return False
 
     def stream_blobs(self, wanted: Union[Wanted, Iterable[Descriptor]]) -> Iterator[tuple[Descriptor, Blob]]:
         """Every wanted blob once, in the order in which the source can give them.

@@ -7,14 +7,15 @@ others add fields. Every ``from_json`` raises :class:`BundleError` and names the
 
 from __future__ import annotations
 
-import hashlib
-import json
+import itertools
 import posixpath
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, Optional
+from typing import Optional
 
+from stratum.bundle.document import Reader, canonical_json, digest_of, malformed, parse_json
+from stratum.bundle.paths import safe_relative, unsafe_target
 from stratum.errors import BundleError
 
 __all__ = [
@@ -30,6 +31,8 @@ __all__ = [
     "canonical_json",
     "digest_of",
     "parse_json",
+    "safe_relative",
+    "unsafe_target",
 ]
 
 ARTIFACT_TYPE = "application/vnd.stratum.bundle.v1"
@@ -50,98 +53,10 @@ INDEX_LIMIT = 4 << 20
 MANIFEST_LIMIT = 4 << 20
 CONFIG_LIMIT = 32 << 20
 
-_DIGEST = re.compile(r"sha256:[0-9a-f]{64}\Z")
 _NAME = re.compile(r"[a-z0-9](?:[a-z0-9._-]{0,62}[a-z0-9])?\Z")
 _VERSION = re.compile(r"[A-Za-z0-9](?:[A-Za-z0-9._+~-]{0,126}[A-Za-z0-9])?\Z")
 # Names that would collide with entries that the node's base directory has for itself.
 _RESERVED_VERSIONS = frozenset({"current", "components"})
-
-
-def canonical_json(value: object) -> bytes:
-    """``value`` as JSON that is the same bytes on each machine: sorted keys, no spaces, ASCII."""
-    return json.dumps(value, sort_keys=True, separators=(",", ":"), ensure_ascii=True).encode("ascii")
-
-
-def digest_of(data: bytes) -> str:
-    """The OCI digest of ``data``."""
-    return "sha256:" + hashlib.sha256(data).hexdigest()
-
-
-def _malformed(where: str, why: str) -> BundleError:
-    return BundleError("bundle-malformed", f"{where}: {why}", hint="build or copy the bundle again")
-
-
-def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    # Two readers must never see two different values for one name: RFC 8259 section 4 leaves it open.
-    result = dict(pairs)
-    if len(result) != len(pairs):
-        raise ValueError("a name stands twice in one object")
-    return result
-
-
-def parse_json(data: bytes, where: str) -> Mapping[str, Any]:
-    """``data`` as one JSON object with unique names; raises :class:`BundleError`."""
-    try:
-        value = json.loads(data.decode("utf-8"), object_pairs_hook=_unique)
-    except (ValueError, RecursionError) as error:
-        raise _malformed(where, f"not JSON: {error}") from None
-    if not isinstance(value, dict):
-        raise _malformed(where, "not a JSON object")
-    return value
-
-
-class _Reader:
-    """Typed access to one JSON object; every complaint names the place."""
-
-    def __init__(self, value: object, where: str) -> None:
-        if not isinstance(value, dict):
-            raise _malformed(where, "must be an object")
-        self.value = value
-        self.where = where
-
-    def _get(self, name: str, kind: type, default: Any) -> Any:
-        found = self.value.get(name, default)
-        if found is None and default is None and name not in self.value:
-            return None
-        if not isinstance(found, kind) or (kind is int and isinstance(found, bool)):
-            raise _malformed(f"{self.where}.{name}", f"must be {_KINDS[kind]}" if name in self.value else "missing")
-        return found
-
-    def text(self, name: str) -> str:
-        return str(self._get(name, str, ...))
-
-    def optional_text(self, name: str) -> Optional[str]:
-        found = self._get(name, str, None)
-        return None if found is None else str(found)
-
-    def size(self, name: str) -> int:
-        found = int(self._get(name, int, ...))
-        if not 0 <= found < 1 << 62:
-            raise _malformed(f"{self.where}.{name}", "out of range")
-        return found
-
-    def items(self, name: str) -> list[_Reader]:
-        found = self._get(name, list, ...)
-        return [_Reader(item, f"{self.where}.{name}[{number}]") for number, item in enumerate(found)]
-
-    def child(self, name: str) -> _Reader:
-        return _Reader(self._get(name, dict, ...), f"{self.where}.{name}")
-
-    def texts(self, name: str) -> dict[str, str]:
-        found = self._get(name, dict, {})
-        for key, value in found.items():
-            if not isinstance(value, str):
-                raise _malformed(f"{self.where}.{name}.{key}", "must be a string")
-        return dict(found)
-
-    def digest(self, name: str) -> str:
-        found = self.text(name)
-        if not _DIGEST.match(found):
-            raise _malformed(f"{self.where}.{name}", f"{found!r} is no sha256 digest")
-        return found
-
-
-_KINDS = {str: "a string", int: "a whole number", list: "a list", dict: "an object"}
 
 
 @dataclass(frozen=True)
@@ -197,7 +112,7 @@ class Descriptor:
         return value
 
     @classmethod
-    def _read(cls, reader: _Reader) -> Descriptor:
+    def _read(cls, reader: Reader) -> Descriptor:
         platform = None
         if "platform" in reader.value:
             inner = reader.child("platform")
@@ -233,9 +148,9 @@ class Index:
     @classmethod
     def from_json(cls, data: bytes, where: str = "index.json") -> Index:
         """Parse an index; raises :class:`BundleError`."""
-        reader = _Reader(parse_json(data, where), where)
+        reader = Reader(parse_json(data, where), where)
         if reader.size("schemaVersion") != 2:
-            raise _malformed(f"{where}.schemaVersion", "must be 2")
+            raise malformed(f"{where}.schemaVersion", "must be 2")
         manifests = tuple(Descriptor._read(item) for item in reader.items("manifests"))
         return cls(manifests, reader.texts("annotations"))
 
@@ -249,9 +164,9 @@ class Index:
         if len(found) == 1:
             return found[0]
         if found:
-            raise _malformed("index.json", f"{len(found)} manifests for {platform}")
+            raise malformed("index.json", f"{len(found)} manifests for {platform}")
         if not self.bundles():
-            raise _malformed("index.json", f"no manifest of type {ARTIFACT_TYPE}: this is no Stratum bundle")
+            raise malformed("index.json", f"no manifest of type {ARTIFACT_TYPE}: this is no Stratum bundle")
         others = ", ".join(sorted(str(item.platform) for item in self.bundles()))
         raise BundleError(
             "wrong-platform",
@@ -292,23 +207,12 @@ class Manifest:
     @classmethod
     def from_json(cls, data: bytes, where: str = "manifest") -> Manifest:
         """Parse a manifest; raises :class:`BundleError`."""
-        reader = _Reader(parse_json(data, where), where)
+        reader = Reader(parse_json(data, where), where)
         if reader.size("schemaVersion") != 2:
-            raise _malformed(f"{where}.schemaVersion", "must be 2")
+            raise malformed(f"{where}.schemaVersion", "must be 2")
         layers = tuple(Descriptor._read(item) for item in reader.items("layers"))
         config = Descriptor._read(reader.child("config"))
         return cls(config, layers, reader.optional_text("artifactType"), reader.texts("annotations"))
-
-
-def safe_relative(path: str) -> Optional[str]:
-    """Why ``path`` is no clean relative path below a version directory, or None when it is one."""
-    if not path or path.startswith("/"):
-        return "absolute or empty"
-    if "\0" in path or "\\" in path:
-        return "has a NUL or a backslash"
-    if posixpath.normpath(path) != path or path.split("/")[0] == "..":
-        return "not a normal relative path"
-    return None
 
 
 @dataclass(frozen=True)
@@ -334,18 +238,22 @@ class FileEntry:
         return value
 
     @classmethod
-    def _read(cls, reader: _Reader) -> FileEntry:
+    def _read(cls, reader: Reader) -> FileEntry:
         path, kind = reader.text("path"), reader.text("type")
         why = safe_relative(path)
         if why:
-            raise _malformed(f"{reader.where}.path", f"{path!r}: {why}")
+            raise malformed(f"{reader.where}.path", f"{path!r}: {why}")
         if kind not in ("file", "directory", "symlink"):
-            raise _malformed(f"{reader.where}.type", f"{kind!r} is not file, directory or symlink")
+            raise malformed(f"{reader.where}.type", f"{kind!r} is not file, directory or symlink")
         if kind == "symlink":
-            return cls(path, kind, target=reader.text("target"))
+            target = reader.text("target")
+            why = unsafe_target(path, target)
+            if why:
+                raise malformed(f"{reader.where}.target", f"{target!r}: {why}")
+            return cls(path, kind, target=target)
         mode = reader.text("mode")
         if not re.match(r"0[0-7]{3}\Z", mode):
-            raise _malformed(f"{reader.where}.mode", f"{mode!r} is no mode without special bits")
+            raise malformed(f"{reader.where}.mode", f"{mode!r} is no mode without special bits")
         if kind == "directory":
             return cls(path, kind, int(mode, 8))
         return cls(path, kind, int(mode, 8), reader.size("size"), reader.digest("digest"))
@@ -374,10 +282,10 @@ class Component:
         }
 
     @classmethod
-    def _read(cls, reader: _Reader) -> Component:
+    def _read(cls, reader: Reader) -> Component:
         name = reader.text("name")
         if not _NAME.match(name):
-            raise _malformed(f"{reader.where}.name", f"{name!r} is no name")
+            raise malformed(f"{reader.where}.name", f"{name!r} is no name")
         return cls(
             name,
             reader.text("version"),
@@ -415,21 +323,15 @@ class Description:
     @classmethod
     def from_json(cls, data: bytes, where: str = "description") -> Description:
         """Parse a description; raises :class:`BundleError`."""
-        reader = _Reader(parse_json(data, where), where)
+        reader = Reader(parse_json(data, where), where)
         name, version = reader.text("name"), reader.text("version")
         check_name(name, f"{where}.name")
         check_version(version, f"{where}.version")
         platform = reader.child("platform")
         components = tuple(Component._read(item) for item in reader.items("components"))
-        seen: dict[str, FileEntry] = {}
-        for component in components:
-            for entry in component.files:
-                other = seen.setdefault(entry.path, entry)
-                # Two components may share a directory; nothing else may have two owners.
-                if other is not entry and not (entry.type == other.type == "directory"):
-                    raise _malformed(where, f"two components place {entry.path}")
+        _check_tree(components, where)
         if len({item.name for item in components}) != len(components):
-            raise _malformed(where, "two components have one name")
+            raise malformed(where, "two components have one name")
         return cls(
             name,
             version,
@@ -439,13 +341,35 @@ class Description:
         )
 
 
+def _check_tree(components: Iterable[Component], where: str) -> None:
+    """Raise :class:`BundleError` unless the components fit together in one version directory."""
+    kinds: dict[str, FileEntry] = {}
+    for component in components:
+        paths = {entry.path for entry in component.files}
+        if len(paths) != len(component.files):
+            raise malformed(where, f"component {component.name} places a path twice")
+        if sum(entry.size for entry in component.files) > component.size:
+            raise malformed(where, f"component {component.name} has more in its files than in its layer")
+        for entry in component.files:
+            other = kinds.setdefault(entry.path, entry)
+            # Two components may share a directory; nothing else may have two owners.
+            if other is not entry and not (entry.type == other.type == "directory"):
+                raise malformed(where, f"two components place {entry.path}")
+            if other.mode != entry.mode:
+                raise malformed(where, f"two components give {entry.path} different modes")
+    for path in kinds:
+        for parent in itertools.accumulate(path.split("/")[:-1], posixpath.join):
+            if parent in kinds and kinds[parent].type != "directory":
+                raise malformed(where, f"{path} is placed below {parent}, a {kinds[parent].type}")
+
+
 def check_name(name: str, where: str) -> None:
     """Raise :class:`BundleError` unless ``name`` can name a bundle or a component."""
     if not _NAME.match(name):
-        raise _malformed(where, f"{name!r} is no name (lower-case letters, digits, '.', '_', '-')")
+        raise malformed(where, f"{name!r} is no name (lower-case letters, digits, '.', '_', '-')")
 
 
 def check_version(version: str, where: str) -> None:
     """Raise :class:`BundleError` unless ``version`` can name a version directory."""
     if not _VERSION.match(version) or version in _RESERVED_VERSIONS:
-        raise _malformed(where, f"{version!r} cannot name a version")
+        raise malformed(where, f"{version!r} cannot name a version")

@@ -26,10 +26,10 @@ from stratum.bundle.blobs import (
     BundleSource,
     Wanted,
     check_layout,
-    malformed,
     no_layout,
     reading,
 )
+from stratum.bundle.document import malformed
 from stratum.bundle.oci import INDEX_LIMIT, Descriptor
 from stratum.bundle.tarsource import SIGNATURE_NAME, Pipe, TarFile
 from stratum.bundle.tarstream import shown

@@ -16,11 +16,11 @@ from stratum.bundle.blobs import (
     BundleSource,
     Wanted,
     check_layout,
-    malformed,
     no_layout,
     reading,
 )
 from stratum.bundle.compression import identify
+from stratum.bundle.document import malformed
 from stratum.bundle.oci import INDEX_LIMIT, Descriptor
 from stratum.bundle.tarstream import BLOCK, CHUNK, Member, Readable, TarReader, shown
 from stratum.errors import BundleError
@@ -242,6 +242,10 @@ class Pipe(BundleSource):
             if member.size != descriptor.size:
                 raise self._wrong_size(descriptor, member.size)
             return descriptor, Blob(lambda size: bytes(self._reader.read(size)), descriptor, self.name)
+
+    def has_passed(self, descriptor: Descriptor) -> bool:
+        """Whether the blob has gone by."""
+        return descriptor.digest in self._passed
 
     def finish(self) -> None:
         """Read to the end of the archive; raises :class:`BundleError` when it is cut short."""
