@@ -247,7 +247,10 @@ class Builder:
         located: dict[Source, Located],
     ) -> BuiltBundle:
         manifests: list[Descriptor] = []
-        blobs: list[Descriptor] = []
+        # Manifests before layers: a reader of a pipe for the second platform must know that a layer which both
+        # platforms have, and which comes once, is one of its own.
+        heads: list[Descriptor] = []
+        layers: list[Descriptor] = []
         descriptions = []
         for platform in self.options.platforms:
             chosen = [components[platform, rule.name] for rule in self.definition.components_for(platform)]
@@ -265,11 +268,14 @@ class Builder:
                 annotations={REF_NAME: name},
             )
             manifests.append(descriptor)
-            blobs += [descriptor, manifest.config, *manifest.layers]
+            heads += [descriptor, manifest.config]
+            layers += manifest.layers
             descriptions.append(description)
-        for _, image in sorted(images.items(), key=lambda item: (item[0][1], str(item[0][0]))):
-            manifests.append(image.manifest)
-            blobs += [image.manifest, *image.blobs]
+        riding = [image for _, image in sorted(images.items(), key=lambda item: (item[0][1], str(item[0][0])))]
+        manifests += [image.manifest for image in riding]
+        blobs = [*heads, *layers, *(image.manifest for image in riding)]
+        for image in riding:
+            blobs += image.blobs
         index = canonical_json(Index(tuple(manifests)).to_json())
         lock = self._lock(components, images, located)
         return BuiltBundle(index, tuple(blobs), tuple(descriptions), lock)

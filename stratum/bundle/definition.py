@@ -74,7 +74,7 @@ class Source:
     place: Place
     kind: str
     location: str
-    sha256: Mapping[str, str] = field(default_factory=dict)  # by architecture; "" stands for each one
+    sha256: Mapping[str, str] = field(default_factory=dict, hash=False)  # by architecture; "" stands for each one
     checksums: Optional[Checksums] = None
     version: str = ""
 
