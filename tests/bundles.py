@@ -40,7 +40,7 @@ IMAGE_CONFIG = "application/vnd.oci.image.config.v1+json"
 BLOCK = 512
 
 
-@functools.lru_cache(maxsize=None)
+@functools.cache
 def _key_pair(name: str) -> tuple[SecretKey, PublicKey]:
     return generate(None)
 

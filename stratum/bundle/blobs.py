@@ -52,8 +52,7 @@ class Blob:
                 self._prove()
             return b""
         if size < 0:
-            parts = iter(lambda: self.read(CHUNK), b"")
-            return b"".join(parts)
+            return b"".join(self.chunks())
         if not size:
             return b""
         data = self._read(min(size, self._left))
@@ -77,8 +76,16 @@ class Blob:
 
     def finish(self) -> None:
         """Read what is left and prove the digest; raises :class:`DigestMismatchError`."""
-        while self.read(CHUNK):
+        for _ in self.chunks():
             pass
+
+    def chunks(self) -> Iterator[bytes]:
+        """What is left, in pieces of at most 1 MiB."""
+        while True:
+            data = self.read(CHUNK)
+            if not data:
+                return
+            yield data
 
     def close(self) -> None:
         """Give back what reading needs; proves nothing."""

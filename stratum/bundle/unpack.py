@@ -25,7 +25,7 @@ from stratum.bundle.tarstream import CHUNK, Member, TarReader, shown
 from stratum.errors import BundleError, DigestMismatchError, StratumError
 from stratum.system import Host, HostPath
 
-__all__ = ["required_space", "unpack_layer"]
+__all__ = ["disk_failure", "required_space", "unpack_layer"]
 
 _TYPES = {"file": "file", "hard link": "file", "directory": "directory", "symlink": "symlink"}
 _FS_BLOCK = 4096
@@ -53,7 +53,7 @@ def unpack_layer(
         _unpack(host, _Counted(blob, progress), media_type, component, target, where)
         blob.finish()
     except OSError as error:
-        raise _disk_failure(target, error) from error
+        raise disk_failure(target, error) from error
     except BundleError:
         # A damaged copy looks like anything at all once it is decompressed. Whether it is one comes first.
         blob.finish()
@@ -73,7 +73,8 @@ def _unpack(host: Host, blob: _Counted, media_type: str, component: Component, t
         raise DigestMismatchError(f"{where}, uncompressed", component.diff_id, plain.digest)
 
 
-def _disk_failure(target: HostPath, error: OSError) -> StratumError:
+def disk_failure(target: HostPath, error: OSError) -> StratumError:
+    """The error for a disk that is full or broken, while ``target`` was being filled."""
     path = error.filename or target
     if error.errno in (errno.ENOSPC, errno.EDQUOT):
         return StratumError(
