@@ -1,9 +1,10 @@
 """Container images of a bundle: kept on the host by digest, handed to containerd as an OCI layout.
 
-The blobs lie under ``images/blobs/sha256/<hex>``. A blob is hashed while it is written, synced, and renamed to
-its name only then, so a name never stands for other bytes, whenever the power goes. ``write_image_tar`` makes
-the archive that ``ctr images import -`` takes (containerd, docs/images: OCI layout, image name in the
-annotation ``io.containerd.image.name``), hashing each blob again as it goes out.
+The blobs lie under ``images/blobs/sha256/<hex>``. A blob is hashed while it is written under a hidden name, and
+gets its own only after a sync, so a name never stands for other bytes, whenever the power goes.
+
+``write_image_tar`` makes the archive that ``ctr images import -`` takes (containerd: OCI layout, the image's name
+in the annotation ``io.containerd.image.name``), hashing each blob again as it goes out.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ from stratum.bundle.unpack import disk_failure
 from stratum.errors import BundleError
 from stratum.system import Host, HostPath
 
-__all__ = ["IMAGES_DIRECTORY", "Image", "ImageStore", "list_images", "write_image_tar"]
+__all__ = ["IMAGES_DIRECTORY", "Image", "ImageStore", "Importer", "list_images", "write_image_tar"]
 
 IMAGES_DIRECTORY = HostPath("/var/lib/stratum/images")
 _DEPTH_MOST = 4  # an index in an index in an index: nobody nests deeper
@@ -58,7 +59,7 @@ class Image:
         return sum(item.size for item in self.blobs)
 
 
-def _image_name(top: Descriptor, manifest: Descriptor) -> str:
+def image_name(top: Descriptor, manifest: Descriptor) -> str:
     """The reference that the signed index gives the image; one made of the digest when it gives none.
 
     ``ref.name`` may be a mere tag (image-spec, annotations.md): that names no image.
@@ -73,147 +74,194 @@ def _image_name(top: Descriptor, manifest: Descriptor) -> str:
     return name
 
 
-class _Walk:
-    """What was read of the graph from the index to the images' blobs."""
-
-    def __init__(self, tops: Iterable[Descriptor], platform: Platform, where: str) -> None:
-        self.tops = list(tops)
-        self.platform = platform
-        self.where = where
-        self.children: dict[str, list[Descriptor]] = {}
-
-    def visit(self, descriptor: Descriptor, data: bytes) -> list[Descriptor]:
-        """Note what an index or manifest names; that."""
-        where = f"blob {descriptor.digest} of {self.where}"
-        found = children(descriptor, data, where, [self.platform])
-        if is_index(descriptor):
-            # The first match is the one that containerd would take; attestations have no platform of ours.
-            found = found[:1]
-            if not found:
-                raise malformed(where, f"an image index with nothing for {self.platform}")
-        self.children[descriptor.digest] = found
+def _named(descriptor: Descriptor, data: bytes, where: str, platform: Platform) -> list[Descriptor]:
+    """What an index or manifest leads to: of an index one manifest or index, that for ``platform``."""
+    found = children(descriptor, data, where, [platform])
+    if not is_index(descriptor):
         return found
+    if not found:
+        raise malformed(where, f"an image index with nothing for {platform}")
+    # The first match is the one that containerd would take; attestations have no platform of ours.
+    return found[:1]
 
-    def images(self) -> list[Image]:
-        """The images, once everything was visited; raises :class:`BundleError` for two of one name."""
-        found: dict[str, Image] = {}
-        for top in self.tops:
-            manifest = self._manifest(top)
-            image = Image(_image_name(top, manifest), (manifest, *self.children[manifest.digest]))
-            if found.setdefault(image.name, image).manifest.digest != manifest.digest:
-                raise malformed(self.where, f"two images are called {image.name}")
-        return list(found.values())
 
-    def _manifest(self, top: Descriptor) -> Descriptor:
-        here = top
-        for _ in range(_DEPTH_MOST):
-            if is_manifest(here):
-                return here
-            if not is_index(here):
-                break
-            here = self.children[here.digest][0]
-        raise malformed(self.where, f"{top.digest} ({shown(top.media_type)}) leads to no image manifest")
+def _resolve(top: Descriptor, read: Callable[[Descriptor], bytes], platform: Platform) -> Image:
+    here = top
+    for _ in range(_DEPTH_MOST):
+        if not is_index(here) and not is_manifest(here):
+            break
+        named = _named(here, read(here), f"blob {here.digest}", platform)
+        if is_manifest(here):
+            return Image(image_name(top, here), (here, *named))
+        here = named[0]
+    raise malformed("index.json", f"{top.digest} ({shown(top.media_type)}) leads to no image manifest")
+
+
+def _distinct(images: Iterable[Image]) -> list[Image]:
+    found: dict[str, Image] = {}
+    for image in images:
+        if found.setdefault(image.name, image).manifest.digest != image.manifest.digest:
+            raise malformed("index.json", f"two images are called {image.name}")
+    return list(found.values())
 
 
 def list_images(source: BundleSource, images: Iterable[Descriptor], platform: Platform) -> list[Image]:
     """The images and their blobs, from their manifests alone; not of a pipe. Raises :class:`BundleError`."""
-    walk = _Walk(images, platform, source.name)
-    wanted = Wanted(walk.tops)
-    for descriptor, blob in source.stream_blobs(wanted):
-        for child in walk.visit(descriptor, read_whole(blob, MANIFEST_LIMIT)):
-            if is_index(child) or (is_index(descriptor) and is_manifest(child)):
-                wanted.add(child)
-    return walk.images()
+    return _distinct(_resolve(top, lambda item: source.read_blob(item, MANIFEST_LIMIT), platform) for top in images)
 
 
 class ImageStore:
-    """The directory of image blobs on the host. Only for the holder of the lock."""
+    """The directory of image blobs on the host, for one platform (by default the host's).
 
-    def __init__(self, host: Host, directory: HostPath = IMAGES_DIRECTORY) -> None:
+    Only for the holder of the lock. What was read and proved once is not read again by the same object.
+    """
+
+    def __init__(self, host: Host, platform: Optional[Platform] = None, directory: HostPath = IMAGES_DIRECTORY) -> None:
         self._host = host
+        self.platform = platform or Platform.of_machine(host.machine())
         self._blobs = directory / "blobs/sha256"
+        self._proved: set[str] = set()
 
     def path(self, descriptor: Descriptor) -> HostPath:
         """Where a blob lies, or would."""
         return self._blobs / descriptor.hex
 
-    def has(self, descriptor: Descriptor) -> bool:
-        """Whether the blob is there, whole and unchanged: it is read and hashed."""
-        try:
-            with contextlib.closing(self.open(descriptor)) as blob:
-                blob.finish()
-        except (OSError, BundleError):
-            return False
-        return True
-
     def open(self, descriptor: Descriptor) -> Blob:
         """Read a blob, hashed on the way. Raises OSError and :class:`BundleError`."""
         path = self.path(descriptor)
-        file = self._host.open(path)
-        if self._host.lstat(path).st_size != descriptor.size:
-            file.close()
+        size = self._host.lstat(path).st_size
+        if size != descriptor.size:
             raise malformed(
-                str(path), f"has not the {descriptor.size} bytes of its blob", "run: stratum up --bundle FILE"
+                str(path), f"has {size} bytes instead of {descriptor.size}", "run: stratum up --bundle FILE"
             )
+        file = self._host.open(path)
         return Blob(file.read, descriptor, str(path), file.close)
+
+    def has(self, descriptor: Descriptor) -> bool:
+        """Whether the blob is there, whole and unchanged: it is read and hashed."""
+        if descriptor.digest not in self._proved:
+            try:
+                with contextlib.closing(self.open(descriptor)) as blob:
+                    blob.finish()
+            except (OSError, BundleError):
+                return False
+            self._proved.add(descriptor.digest)
+        return True
+
+    def _read(self, descriptor: Descriptor) -> bytes:
+        with contextlib.closing(self.open(descriptor)) as blob:
+            return read_whole(blob, MANIFEST_LIMIT)
+
+    def complete(self, top: Descriptor) -> bool:
+        """Whether everything of the image that the index calls ``top`` is there, whole and unchanged."""
+        try:
+            image = _resolve(top, self._read, self.platform)
+        except (OSError, BundleError):
+            return False
+        return all(self.has(item) for item in image.blobs)
+
+    def images(self, tops: Iterable[Descriptor]) -> list[Image]:
+        """The images that the index calls ``tops``, from what is here. Raises OSError and :class:`BundleError`."""
+        return _distinct(_resolve(top, self._read, self.platform) for top in tops)
+
+    def begin(self, tops: Iterable[Descriptor], wanted: Wanted) -> Importer:
+        """Start to bring the images ``tops`` here: the blobs that are missing are added to ``wanted``.
+
+        Removes what an earlier run, cut off in the middle, left behind. Raises OSError.
+        """
+        directory = self._blobs.parent.parent
+        self._host.makedirs(directory.parent)
+        self._host.makedirs(self._blobs, 0o700)
+        for name in self._host.listdir(self._blobs):
+            if name.startswith(".") and name.endswith(".tmp"):
+                self._host.unlink(self._blobs / name)
+        for top in tops:
+            wanted.add(top)
+        return Importer(self._host, self, wanted)
 
     def store(
         self,
         source: BundleSource,
-        images: Iterable[Descriptor],
-        platform: Platform,
+        tops: Iterable[Descriptor],
         *,
         progress: Optional[Callable[[int], None]] = None,
     ) -> list[Image]:
-        """Bring the blobs of ``images`` for ``platform`` here from ``source``, and say what the images are.
+        """Bring the images ``tops`` here from ``source``; what they are.
 
-        What is here already, and right, is not written again. ``progress`` is told of bytes. Raises
-        :class:`BundleError`, and :class:`StratumError` when the disk fails; blobs that were complete stay.
+        ``progress`` is told of bytes. Raises :class:`BundleError`, and :class:`StratumError` when the disk
+        fails; nothing has changed then.
         """
+        tops, wanted = list(tops), Wanted()
         try:
-            return self._store(source, _Walk(images, platform, source.name), progress)
+            with self.begin(tops, wanted) as importer:
+                for descriptor, blob in source.stream_blobs(wanted):
+                    importer.take(descriptor, blob, progress)
+                importer.publish()
+            return self.images(tops)
         except OSError as error:
             raise disk_failure(self._blobs, error) from error
 
-    def _store(self, source: BundleSource, walk: _Walk, progress: Optional[Callable[[int], None]]) -> list[Image]:
-        self._host.makedirs(self._blobs, 0o700)
-        self._remove_leftovers()
-        wanted = Wanted(walk.tops)
-        for descriptor, blob in source.stream_blobs(wanted):
-            if is_index(descriptor) or is_manifest(descriptor):
-                data = read_whole(blob, MANIFEST_LIMIT)
-                self._add(descriptor, [data], progress)
-                for child in walk.visit(descriptor, data):
-                    if not self._complete(child):
-                        wanted.add(child)
-            else:
-                self._add(descriptor, blob.chunks(), progress)
-        self._host.fsync_dir(self._blobs)
-        return walk.images()
 
-    def _complete(self, descriptor: Descriptor) -> bool:
-        parsed = is_index(descriptor) or is_manifest(descriptor)
-        return not parsed and self._host.lexists(self.path(descriptor)) and self.has(descriptor)
+class Importer:
+    """Image blobs on their way into the store: written under hidden names, published all at once.
 
-    def _remove_leftovers(self) -> None:
-        for name in self._host.listdir(self._blobs):
-            if name.startswith(".") and name.endswith(".tmp"):
-                self._host.unlink(self._blobs / name)
+    A context manager that removes what was not published.
+    """
 
-    def _add(self, descriptor: Descriptor, chunks: Iterable[bytes], progress: Optional[Callable[[int], None]]) -> None:
-        temporary = self._host.temporary_name(self.path(descriptor))
+    def __init__(self, host: Host, store: ImageStore, wanted: Wanted) -> None:
+        self._host = host
+        self._store = store
+        self._wanted = wanted
+        self._staged: dict[HostPath, HostPath] = {}
+
+    def __enter__(self) -> Importer:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.discard()
+
+    def take(self, descriptor: Descriptor, blob: Blob, progress: Optional[Callable[[int], None]] = None) -> None:
+        """Write one blob, and wait for those that it names and that are not here. Raises as ``store`` does."""
+        if is_index(descriptor) or is_manifest(descriptor):
+            data = read_whole(blob, MANIFEST_LIMIT)
+            for child in _named(descriptor, data, blob.where, self._store.platform):
+                if is_index(child) or is_manifest(child) or not self._store.has(child):
+                    self._wanted.add(child)
+            self._write(descriptor, [data], progress)
+        else:
+            self._write(descriptor, blob.chunks(), progress)
+
+    def _write(
+        self, descriptor: Descriptor, chunks: Iterable[bytes], progress: Optional[Callable[[int], None]]
+    ) -> None:
+        path = self._store.path(descriptor)
+        temporary = self._host.temporary_name(path)
         try:
             with self._host.open_new(temporary, 0o600) as file:
+                self._staged[path] = temporary
                 for chunk in chunks:
                     file.write(chunk)
                     if progress:
                         progress(len(chunk))
-                self._host.fsync(file)
-            self._host.rename(temporary, self.path(descriptor))
-        except BaseException:
+        except OSError as error:
+            raise disk_failure(path, error) from error
+
+    def publish(self) -> None:
+        """Give every blob its name, once all are on the disk. Raises OSError."""
+        if not self._staged:
+            return
+        directory = next(iter(self._staged)).parent
+        self._host.syncfs(directory)
+        for path, temporary in list(self._staged.items()):
+            self._host.rename(temporary, path)
+            del self._staged[path]
+        self._host.fsync_dir(directory)
+
+    def discard(self) -> None:
+        """Remove what was not published. Raises OSError."""
+        while self._staged:
             with contextlib.suppress(FileNotFoundError):
-                self._host.unlink(temporary)
-            raise
+                self._host.unlink(self._staged.popitem()[1])
 
 
 def write_image_tar(host: Host, image: Image, out: BinaryIO, directory: HostPath = IMAGES_DIRECTORY) -> None:
@@ -222,7 +270,7 @@ def write_image_tar(host: Host, image: Image, out: BinaryIO, directory: HostPath
     The layout names the image's manifest for this platform, not an index that the image may have come in: the
     other platforms' blobs are not here. Raises OSError and :class:`BundleError`.
     """
-    store = ImageStore(host, directory)
+    store = ImageStore(host, directory=directory)
     annotations = {CONTAINERD_NAME: image.name, REF_NAME: image.name}
     manifest = image.manifest
     index = Index((Descriptor(manifest.media_type, manifest.digest, manifest.size, annotations=annotations),))

@@ -19,7 +19,7 @@ from typing import Callable, Optional
 
 from stratum.bundle.blobs import Blob
 from stratum.bundle.compression import LayerReader
-from stratum.bundle.oci import Component, Description, Descriptor, FileEntry
+from stratum.bundle.oci import Component, Descriptor, FileEntry
 from stratum.bundle.paths import safe_relative, unsafe_target
 from stratum.bundle.tarstream import CHUNK, Member, TarReader, shown
 from stratum.errors import BundleError, DigestMismatchError, StratumError
@@ -261,13 +261,13 @@ def _on_disk(path: str) -> str:
     return os.fsdecode(path.encode("utf-8"))
 
 
-def required_space(description: Description, images: Iterable[Descriptor]) -> tuple[int, int]:
-    """Bytes and inodes that unpacking takes: the components' files, and the blobs of ``images``.
+def required_space(components: Iterable[Component], images: Iterable[Descriptor] = ()) -> tuple[int, int]:
+    """Bytes and inodes that unpacking takes: the files of ``components``, and the blobs ``images``.
 
     Rounded up to whole blocks of 4 KiB, directories counted too, so that it can be compared with statvfs(3).
     """
     size = inodes = 0
-    for component in description.components:
+    for component in components:
         for entry in component.files:
             inodes += 1
             size += _blocks(entry.size if entry.type == "file" else 1)
