@@ -271,7 +271,7 @@ class Builder:
             heads += [descriptor, manifest.config]
             layers += manifest.layers
             descriptions.append(description)
-        riding = [image for _, image in sorted(images.items(), key=lambda item: (item[0][1], str(item[0][0])))]
+        riding = _named_apart(images)
         manifests += [image.manifest for image in riding]
         blobs = [*heads, *layers, *(image.manifest for image in riding)]
         for image in riding:
@@ -315,6 +315,20 @@ class Builder:
         for (platform, name), image in images.items():
             lock.images.setdefault(str(platform), {})[name] = {"manifest": image.manifest.digest}
         return lock
+
+
+def _named_apart(images: dict[tuple[Platform, str], StoredImage]) -> list[StoredImage]:
+    """The images in their order, each with a name of its own: umoci takes no layout that has one twice.
+
+    containerd goes by its own annotation, where the name is the same for all.
+    """
+    found = []
+    for (platform, name), image in sorted(images.items(), key=lambda item: (item[0][1], str(item[0][0]))):
+        several = sum(other == name for _, other in images) > 1
+        label = f"{name}-{platform.os}-{platform.architecture}" if several else name
+        annotations = {**image.manifest.annotations, REF_NAME: label}
+        found.append(replace(image, manifest=replace(image.manifest, annotations=annotations)))
+    return found
 
 
 def _from_directories(result: LayerResult, origin: dict[str, Source]) -> dict[str, set[bytes]]:

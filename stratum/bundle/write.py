@@ -14,7 +14,6 @@ import json
 import os
 import posixpath
 import secrets
-import stat
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from types import TracebackType
@@ -23,6 +22,7 @@ from typing import BinaryIO, Callable, Optional
 from stratum.bundle.layer import padding, tar_header
 from stratum.bundle.oci import ARTIFACT_TYPE, Descriptor, digest_of
 from stratum.errors import StratumError, UsageError
+from stratum.steps import remove_tree
 from stratum.system import Host, HostPath
 
 __all__ = [
@@ -130,17 +130,6 @@ def _small_files(contents: Contents) -> list[tuple[str, bytes]]:
 # -- staging ----------------------------------------------------------------------------------------
 
 
-def _remove_tree(host: Host, path: HostPath) -> None:
-    for child, info in host.walk(path):
-        with contextlib.suppress(FileNotFoundError):
-            if stat.S_ISDIR(info.st_mode):
-                host.rmdir(child)
-            else:
-                host.unlink(child)
-    with contextlib.suppress(FileNotFoundError):
-        host.rmdir(path)
-
-
 def _locked(host: Host, path: HostPath) -> Optional[int]:
     """A descriptor of the directory with its lock, or None when somebody else has it (or has removed it)."""
     try:
@@ -164,7 +153,7 @@ def _reap(host: Host, parent: HostPath, prefix: str) -> None:
             descriptor = _locked(host, parent / name)
             if descriptor is not None:
                 try:
-                    _remove_tree(host, parent / name)
+                    remove_tree(host, parent / name)
                 finally:
                     os.close(descriptor)
 
@@ -188,7 +177,7 @@ def staging_directory(host: Host, parent: HostPath, name: str) -> Iterator[HostP
     finally:
         try:
             if host.lexists(path):
-                _remove_tree(host, path)
+                remove_tree(host, path)
         finally:
             os.close(descriptor)
 
@@ -243,7 +232,7 @@ def publish_directory(host: Host, staged: HostPath, target: HostPath) -> None:
         raise
     host.fsync_dir(target.parent)
     if old is not None:
-        _remove_tree(host, old)
+        remove_tree(host, old)
 
 
 def publish_file(host: Host, target: HostPath, write: Callable[[BinaryIO], None], mode: int = 0o644) -> None:
