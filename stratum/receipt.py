@@ -18,7 +18,7 @@ from stratum import atomicfile
 from stratum.errors import StratumError
 from stratum.system import Host, HostPath, PathLike
 
-__all__ = ["RECEIPT_PATH", "STATE_DIRECTORY", "Condition", "Entry", "Receipt", "file_digest"]
+__all__ = ["RECEIPT_PATH", "STATE_DIRECTORY", "Condition", "Entry", "Receipt", "content_digest", "file_digest"]
 
 STATE_DIRECTORY = HostPath("/var/lib/stratum")
 RECEIPT_PATH = STATE_DIRECTORY / "receipt.json"
@@ -37,6 +37,11 @@ def file_digest(host: Host, path: PathLike) -> str:
             if not chunk:
                 return f"sha256:{digest.hexdigest()}"
             digest.update(chunk)
+
+
+def content_digest(content: bytes) -> str:
+    """The SHA-256 of ``content``, as ``sha256:…``."""
+    return f"sha256:{hashlib.sha256(content).hexdigest()}"
 
 
 @dataclass(frozen=True)

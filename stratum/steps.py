@@ -16,7 +16,7 @@ from typing import Callable, Optional
 from stratum import atomicfile
 from stratum.errors import StratumError
 from stratum.journal import Journal
-from stratum.receipt import Entry, Receipt, file_digest
+from stratum.receipt import Entry, Receipt, content_digest, file_digest
 from stratum.system import Host, HostPath
 
 __all__ = [
@@ -105,7 +105,7 @@ class WriteFile(Action):
 
     def perform(self, work: Work) -> None:
         """Record its digest, then replace it at once."""
-        work.receipt.record(Entry(self.path, "file", (_digest(self.content),)))
+        work.receipt.record(Entry(self.path, "file", (content_digest(self.content),)))
         atomicfile.write_file(work.host, self.path, self.content, self.mode)
 
 
@@ -244,12 +244,6 @@ class Call(Action):
         self.function()
 
 
-def _digest(content: bytes) -> str:
-    import hashlib
-
-    return f"sha256:{hashlib.sha256(content).hexdigest()}"
-
-
 def plan_directory(host: Host, path: HostPath, mode: int = 0o755) -> list[Action]:
     """The directories that are missing down to ``path``, top first; existing ones keep their mode."""
     missing: list[Action] = []
@@ -270,7 +264,7 @@ def plan_file(work: Work, path: HostPath, content: bytes, mode: int = 0o644) -> 
         info = host.lstat(path)
     except (FileNotFoundError, NotADirectoryError):
         return [*plan_directory(host, path.parent), WriteFile(path, content, mode)]
-    if stat.S_ISREG(info.st_mode) and file_digest(host, path) == _digest(content):
+    if stat.S_ISREG(info.st_mode) and file_digest(host, path) == content_digest(content):
         if stat.S_IMODE(info.st_mode) == mode and work.receipt.get(path):
             return []
     elif work.receipt.get(path) is None:

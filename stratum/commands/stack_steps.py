@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 
 from stratum.commands.context import Context
 from stratum.errors import CommandError, StratumError
 from stratum.host import persistence, systemd
+from stratum.node import cni
 from stratum.node.stack import UNITS, Stack, join_errors
 from stratum.steps import Action, Call, Command, Step
 
@@ -20,9 +22,9 @@ def plan_start(stack: Stack) -> list[Action]:
     actions: list[Action] = []
     for unit in UNITS:
         if states[unit].active != "active":
-            actions.append(Call("start", unit, lambda unit=unit: _start(stack, unit)))  # type: ignore[misc]
+            actions.append(Call("start", unit, functools.partial(_start, stack, unit)))
         elif stale or not stack.started_with():
-            actions.append(Call("restart", unit, lambda unit=unit: _restart(stack, unit)))  # type: ignore[misc]
+            actions.append(Call("restart", unit, functools.partial(_restart, stack, unit)))
     return actions
 
 
@@ -98,7 +100,7 @@ def restart_steps(stack: Stack) -> list[Step]:
     """Restart the stack in start order; the host and the containers go on."""
 
     def plan() -> list[Action]:
-        return [Call("restart", unit, lambda unit=unit: _restart(stack, unit)) for unit in UNITS]  # type: ignore[misc]
+        return [Call("restart", unit, functools.partial(_restart, stack, unit)) for unit in UNITS]
 
     return [Step("restart", "restart the units", plan)]
 
@@ -113,3 +115,16 @@ def supervisor_steps(context: Context) -> list[Step]:
         return [Command(("systemctl", "start", "--no-block", persistence.UNIT), 60.0)]
 
     return [Step("watch", "start the supervisor", plan)]
+
+
+def network_steps(stack: Stack) -> list[Step]:
+    """Give back what containers of an earlier boot held, when none of ours is running."""
+
+    def plan() -> list[Action]:
+        attachments = cni.read_attachments(stack.host)
+        if not attachments or stack.shims() or stack.ctr.answers():
+            return []
+        names = ", ".join(attachment.container for attachment in attachments)
+        return [Call("release the network of", names, lambda: join_errors(stack.release_network(), "release"))]
+
+    return [Step("release-network", "give back the addresses of containers that are gone", plan)]

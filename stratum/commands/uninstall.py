@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import functools
 from dataclasses import dataclass
 from typing import Callable
 
@@ -90,7 +91,7 @@ def plan_disarm(context: Context) -> list[Action]:
 def plan_unmount(context: Context) -> list[Action]:
     """Take away the mounts below our trees; one that is in use stops the uninstall."""
     return [
-        Call("unmount", str(mount.path), lambda path=mount.path: mounts.unmount(context.host, path))  # type: ignore[misc]
+        Call("unmount", str(mount.path), functools.partial(mounts.unmount, context.host, mount.path))
         for mount in mounts.mounts_below(context.host, ROOTS)
     ]
 

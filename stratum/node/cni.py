@@ -7,11 +7,12 @@ libcni keeps under ``/var/lib/cni/results``, which ``containerd`` and ``ctr`` bo
 from __future__ import annotations
 
 import base64
+import functools
 import ipaddress
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Optional
+from typing import Any, BinaryIO, Optional
 
 from stratum.errors import StratumError
 from stratum.steps import Action, Work, plan_directory, plan_link
@@ -170,6 +171,10 @@ def read_attachments(host: Host) -> list[Attachment]:
     return found
 
 
+def _write(data: bytes, pipe: BinaryIO) -> None:
+    pipe.write(data)
+
+
 def release_attachment(host: Host, attachment: Attachment, plugin_dir: HostPath) -> None:
     """Run DEL of each plugin of the network, the last first, then forget the attachment.
 
@@ -193,7 +198,7 @@ def release_attachment(host: Host, attachment: Attachment, plugin_dir: HostPath)
         request["runtimeConfig"] = {key: value for key, value in attachment.capabilities.items() if wanted.get(key)}
         data = json.dumps(request).encode()
         program = str(plugin_dir / HostPath(str(plugin["type"])).name)
-        host.run([program], timeout=_PLUGIN_TIMEOUT, env=environment, feed=lambda pipe, data=data: pipe.write(data))  # type: ignore[misc]
+        host.run([program], timeout=_PLUGIN_TIMEOUT, env=environment, feed=functools.partial(_write, data))
     try:
         host.unlink(attachment.path)
     except FileNotFoundError:

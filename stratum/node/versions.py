@@ -9,13 +9,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Optional
 
+from stratum import atomicfile
 from stratum.errors import StratumError
 from stratum.node.layout import VERSION_FILE, Layout
-from stratum.receipt import Entry, Receipt, file_digest
+from stratum.receipt import Entry, Receipt, content_digest, file_digest
 from stratum.staging import STAGING, new_staging, reap_staging
 from stratum.system import Host, HostPath
 
-__all__ = ["VersionRecord", "assemble", "differences", "read_record"]
+__all__ = ["VersionRecord", "assemble", "differences", "read_record", "relink"]
 
 
 @dataclass(frozen=True)
@@ -136,6 +137,40 @@ def assemble(layout: Layout, receipt: Receipt, record: VersionRecord, components
         host.fsync_dir(layout.base)
     finally:
         reap_staging(host)
+
+
+def relink(layout: Layout, receipt: Receipt, record: VersionRecord, components: Sequence[HostPath]) -> None:
+    """Put every file of ``components`` back into an installed version, each by one rename. Raises OSError.
+
+    For a version that may be in use: at no moment is a program of it missing.
+    """
+    host, target = layout.host, layout.version_dir(record.version)
+    for component in components:
+        receipt.record(*_tree_entries(host, component, target))
+        for source, info in host.walk(component):
+            there = target / source.relative_to(component)
+            if stat.S_ISDIR(info.st_mode) or _same(host, source, there):
+                continue
+            temporary = host.temporary_name(there)
+            host.makedirs(there.parent)
+            if stat.S_ISLNK(info.st_mode):
+                host.symlink(host.readlink(source), temporary)
+            else:
+                host.link(source, temporary)
+            host.rename(temporary, there)
+            host.fsync_dir(there.parent)
+    content = record.to_bytes()
+    receipt.record(Entry(target / VERSION_FILE, "file", (content_digest(content),)))
+    atomicfile.write_file(host, target / VERSION_FILE, content)
+
+
+def _same(host: Host, source: HostPath, there: HostPath) -> bool:
+    if not host.lexists(there):
+        return False
+    if host.is_link(source):
+        return host.is_link(there) and host.readlink(there) == host.readlink(source)
+    one, other = host.lstat(source), host.lstat(there)
+    return (one.st_dev, one.st_ino) == (other.st_dev, other.st_ino)
 
 
 def differences(receipt: Receipt, directory: HostPath) -> list[HostPath]:

@@ -1,0 +1,171 @@
+"""The plans behind the steps of ``up``: what of each part is left to do on this host."""
+
+from __future__ import annotations
+
+from typing import Optional
+
+from stratum import boot
+from stratum.bundle.images import IMAGES_DIRECTORY
+from stratum.bundle.oci import Description
+from stratum.bundle.place import COMPONENTS, Placement, component_dir
+from stratum.bundle.verify import VerifiedBundle
+from stratum.commands.context import Context
+from stratum.errors import StratumError
+from stratum.host import persistence, program, systemd
+from stratum.host.preflight import Need
+from stratum.node import cni, containerd
+from stratum.node.layout import Layout
+from stratum.node.stack import UNITS, Stack
+from stratum.node.units import UnitSpec, render_units
+from stratum.node.versions import VersionRecord, assemble, differences, read_record, relink
+from stratum.receipt import STATE_DIRECTORY, Entry
+from stratum.steps import Action, Call, Command, PlaceLink, Work, plan_directory, plan_file
+from stratum.system import HostPath
+
+# Directories that fill while the node runs; whatever is in them is Stratum's to remove.
+DATA_TREES = (containerd.DATA_ROOT, HostPath("/run/stratum"), STATE_DIRECTORY / "images", STATE_DIRECTORY / "runtime")
+# An image takes its own size in containerd's content store and, unpacked, about three times that (an estimate:
+# only the layers themselves know).
+_IMAGE_FACTOR = 4
+
+
+def record_of(bundle: VerifiedBundle) -> VersionRecord:
+    """What the version directory will say of itself."""
+    description = bundle.description
+    return VersionRecord(
+        description.name,
+        description.version,
+        description.serial,
+        bundle.index.bundle_for(bundle.platform).digest,
+        tuple((item.name, item.version, item.layer) for item in description.components),
+        tuple(item.to_json() for item in bundle.images),
+        tuple(dict.fromkeys(signer.key_id for signer in bundle.verdict.signers)) if bundle.verdict else (),
+    )
+
+
+def plugins_of(description: Description) -> tuple[str, ...]:
+    """The names of the CNI plugins that a bundle places."""
+    paths = (HostPath(entry.path) for component in description.components for entry in component.files)
+    return tuple(sorted(path.name for path in paths if path.parent == HostPath("cni/bin")))
+
+
+def needs(placement: Placement) -> list[Need]:
+    """What an installation takes of each file system."""
+    images = placement.image_size()
+    return [
+        Need(COMPONENTS, *placement.component_space()),
+        Need(IMAGES_DIRECTORY, images, len(placement.missing_images()) * 8),
+        Need(containerd.DATA_ROOT, images * _IMAGE_FACTOR, 0),
+    ]
+
+
+def plan_state(work: Work) -> list[Action]:
+    """Record the trees that will fill, before they do; make the directory where libcni keeps its results."""
+    trees = [Entry(path, "tree") for path in DATA_TREES if work.receipt.get(path) is None]
+    trees += [
+        Entry(HostPath(path), "tree" if path.rstrip("/").endswith("runtime") else "directory")
+        for path in boot.created_paths()
+        if work.receipt.get(path) is None
+    ]
+    actions: list[Action] = []
+    if trees:
+        names = ", ".join(str(entry.path) for entry in trees)
+        actions.append(Call("record", names, lambda: work.receipt.record(*trees)))
+    return actions + plan_directory(work.host, cni.RESULTS)
+
+
+def plan_unpack(context: Context, placement: Optional[Placement]) -> list[Action]:
+    """One pass over the bundle for everything that is missing."""
+    if placement is None:
+        return []
+    names = [f"{item.name} {item.version}" for item in placement.missing_components()]
+    names += [f"image {item.name or item.digest}" for item in placement.missing_images()]
+    if not names:
+        return []
+
+    def unpack() -> None:
+        with context.out.progress("verify and unpack", placement.size()) as progress:
+            placement.run(progress.advance)
+
+    return [Call("verify and unpack", ", ".join(names), unpack)]
+
+
+def plan_version(work: Work, layout: Layout, record: VersionRecord) -> list[Action]:
+    """Make the version directory, or put back what is missing or changed in it."""
+    directory = layout.version_dir(record.version)
+    components = [component_dir(layer) for _, _, layer in record.components]
+    known = read_record(layout, record.version) if layout.host.is_dir(directory) else None
+    if known is None or (known.manifest != record.manifest and layout.current() != record.version):
+        return [Call("assemble", str(directory), lambda: assemble(layout, work.receipt, record, components))]
+    if differences(work.receipt, directory) or known != record:
+        return [Call("repair", str(directory), lambda: relink(layout, work.receipt, record, components))]
+    return []
+
+
+def plan_configuration(work: Work, record: VersionRecord) -> list[Action]:
+    """containerd's configuration, in the format of its release."""
+    version = record.component_version("containerd")
+    if version is None:
+        raise StratumError(
+            "no-containerd",
+            f"bundle {record.bundle} {record.version} has no component called containerd",
+            hint="every bundle needs one; see the definitions that come with Stratum",
+        )
+    return plan_file(work, containerd.CONFIG_PATH, containerd.render_config(version))
+
+
+def plan_network(work: Work, layout: Layout, plugins: tuple[str, ...]) -> list[Action]:
+    """The bridge network and the links to the plugins, when the bundle has plugins."""
+    if "bridge" not in plugins:
+        return plan_directory(work.host, cni.CONFIG_PATH.parent)
+    masquerade = work.host.which("iptables") is not None
+    network = cni.render_network(cni.choose_subnet(work.host), masquerade=masquerade)
+    return plan_file(work, cni.CONFIG_PATH, network) + cni.plan_plugin_links(work, plugins, layout.cni_bin_dir)
+
+
+def plan_units(work: Work, layout: Layout) -> list[Action]:
+    """The units of the stack and the supervisor's; systemd reads them again when one is new."""
+    actions: list[Action] = []
+    for unit in render_units(UnitSpec(layout.bin_dir, containerd.CONFIG_PATH)):
+        actions += plan_file(work, unit.path, unit.content)
+    actions += persistence.plan_unit(work, program.supervisor_argv(work.host))
+    actions = list(dict.fromkeys(actions))
+    if work.host.live and (actions or _needs_reload(work)):
+        actions.append(Command(("systemctl", "daemon-reload"), 60.0))
+    return actions
+
+
+def _needs_reload(work: Work) -> bool:
+    # A run that was cut off between a unit file and the reload leaves this behind.
+    states = systemd.read_units(work.host, (*UNITS, persistence.UNIT))
+    return any(state.needs_reload or not state.installed for state in states.values())
+
+
+def plan_program(context: Context, work: Work) -> list[Action]:
+    """The pyz that runs, in its place."""
+    if context.archive is None:
+        raise StratumError(
+            "not-a-pyz",
+            "stratum runs from a source tree and cannot install itself",
+            hint="build the file (python3 build_zipapp.py), then run dist/stratum.pyz up",
+        )
+    return program.plan_program(work, context.archive)
+
+
+def plan_activate(work: Work, layout: Layout, record: VersionRecord) -> list[Action]:
+    """Turn the link to the version."""
+    if layout.current() == record.version:
+        return []
+    return [PlaceLink(layout.current_link, record.version)]
+
+
+def print_running(context: Context, stack: Stack) -> None:
+    """What runs now, in a few lines."""
+    version = stack.layout.current()
+    record = read_record(stack.layout, version) if version else None
+    if record is None:
+        return
+    out = context.out
+    out.result(f"running: {record.bundle} {record.version}")
+    out.result("  " + ", ".join(f"{name} {number}" for name, number, _ in record.components))
+    out.result(f"  containerd at {containerd.ADDRESS}; try: stratum exec ctr version")

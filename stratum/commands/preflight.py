@@ -1,0 +1,79 @@
+"""``stratum preflight``: every check of the host and of a bundle at once; nothing is changed or written."""
+
+from __future__ import annotations
+
+import argparse
+
+from stratum import boot
+from stratum.bundle.place import Placement
+from stratum.bundle.verify import VerifiedBundle, check_all_digests
+from stratum.commands import node_steps
+from stratum.commands.bundlechoice import add_bundle_arguments, open_trusted
+from stratum.commands.context import Context, add_output, add_root
+from stratum.commands.run import load_work
+from stratum.errors import BundleError, BundleNotFoundError, ExitCode, NotTrustedError, StratumError
+from stratum.host import persistence, preflight
+from stratum.host.preflight import REJECT, Finding, Need
+from stratum.node.stack import UNITS
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The options of the command."""
+    add_output(parser)
+    add_root(parser)
+    add_bundle_arguments(parser)
+    names = "\n".join(f"  {name:18} {what}" for name, what in preflight.CHECKS.items())
+    parser.epilog = f"checks:\n{names}\n\n{parser.epilog}"
+
+
+def _finding(error: StratumError) -> Finding:
+    check = "digests"
+    if isinstance(error, NotTrustedError):
+        check = "signature"
+    elif error.reference == "wrong-platform":
+        check = "architecture"
+    return Finding(check, REJECT, error.message, error.hint or "get the bundle again")
+
+
+def _check_digests(context: Context, bundle: VerifiedBundle) -> None:
+    size = sum(item.size for item in bundle.manifest.layers)
+    with context.out.progress("check digests", size) as progress:
+        check_all_digests(bundle, progress.advance)
+
+
+def check_bundle(context: Context, arguments: argparse.Namespace) -> tuple[list[Finding], list[Need], str]:
+    """What there is to say of the bundle, what it needs, and its name; no bundle at all is said too."""
+    needs: list[Need] = []
+    name = "no bundle"
+    try:
+        with open_trusted(context, arguments) as bundle:
+            if bundle is not None:
+                name = f"{bundle.description.name} {bundle.description.version}"
+                needs = node_steps.needs(Placement(context.host, load_work(context).receipt, bundle))
+                _check_digests(context, bundle)
+    except BundleNotFoundError as error:
+        if arguments.bundle is not None:
+            raise
+        context.out.note(f"only the host is checked: {error.message}")
+    except (BundleError, NotTrustedError) as error:
+        return [_finding(error)], needs, name
+    return [], needs, name
+
+
+def run(context: Context, arguments: argparse.Namespace) -> int:
+    """Check and report; exit status 10 when something rejects."""
+    boot.require_compiled(persist=False)
+    of_bundle, needs, name = check_bundle(context, arguments)
+    units = (*UNITS, persistence.UNIT)
+    findings = preflight.check_host(context.host, needs=needs, units=units, skip=arguments.skip_check)
+    findings += [finding for finding in of_bundle if finding.check not in arguments.skip_check]
+    rejected = any(finding.severity == REJECT for finding in findings)
+    for finding in findings:
+        context.out.result(f"{finding.severity:7} {finding.check}: {finding.message}")
+        context.out.result(f"        do: {finding.hint}")
+    context.out.result(f"checked: this host and {name}: {'refused' if rejected else 'fit'}")
+    context.out.document(
+        "Preflight",
+        {"fit": not rejected, "bundle": name, "findings": [finding.to_json() for finding in findings]},
+    )
+    return int(ExitCode.HOST_REFUSED if rejected else ExitCode.DONE)

@@ -1,0 +1,181 @@
+"""``stratum up``: make this host a container host or a node from a bundle.
+
+The script, in order: lock, preflight, unpack (verifying in the same pass), version, configuration, network,
+units, program, activate, start, images, enable. Each step plans from what is there, so a second run with the
+same bundle finds nothing to do. A first run that fails before it activated anything takes everything back.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import signal
+from dataclasses import dataclass
+from typing import Optional
+
+from stratum import boot, lock
+from stratum.bundle import place
+from stratum.bundle.verify import VerifiedBundle
+from stratum.commands import image_steps, node_steps, stack_steps, supervise
+from stratum.commands.bundlechoice import add_bundle_arguments, open_trusted
+from stratum.commands.context import Context, add_dry_run, add_output, add_root
+from stratum.commands.run import load_work, perform, report
+from stratum.errors import ExitCode, HostRefusedError, StratumError
+from stratum.host import persistence, preflight
+from stratum.node.layout import Layout
+from stratum.node.stack import UNITS, Stack
+from stratum.node.versions import VersionRecord, read_record
+from stratum.removal import plan_removal
+from stratum.staging import reap_staging
+from stratum.steps import Outcome, Step, Work
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The options of the command."""
+    add_output(parser)
+    add_dry_run(parser)
+    add_root(parser)
+    add_bundle_arguments(parser)
+    parser.add_argument(
+        "--supervise", action="store_true", help="bring the node up, then watch it (what the unit runs)"
+    )
+
+
+@dataclass(frozen=True)
+class Target:
+    """What the host is to become."""
+
+    record: VersionRecord
+    plugins: tuple[str, ...]
+    placement: Optional[place.Placement]
+
+
+def read_target(work: Work, layout: Layout, bundle: Optional[VerifiedBundle]) -> Target:
+    """The target, from the bundle or, without one, from the active version."""
+    if bundle is not None:
+        placement = place.Placement(work.host, work.receipt, bundle)
+        return Target(node_steps.record_of(bundle), node_steps.plugins_of(bundle.description), placement)
+    version = layout.current()
+    record = read_record(layout, version) if version else None
+    if record is None:
+        raise StratumError(
+            "version-unreadable", f"{layout.base}/{version}: has no bundle.json", hint="run: stratum up --bundle FILE"
+        )
+    return Target(record, tuple(work.host.listdir(layout.cni_bin_dir)), None)
+
+
+def check_preflight(context: Context, arguments: argparse.Namespace, target: Target) -> None:
+    """The gate: every finding is shown, and one that rejects raises :class:`HostRefusedError`."""
+    findings = preflight.check_host(
+        context.host,
+        needs=node_steps.needs(target.placement) if target.placement else (),
+        units=(*UNITS, persistence.UNIT),
+        skip=arguments.skip_check,
+    )
+    for finding in findings:
+        if finding.severity == preflight.WARN:
+            context.out.warn(f"{finding.check}: {finding.message}; {finding.hint}")
+    rejected = [finding for finding in findings if finding.severity == preflight.REJECT]
+    if rejected:
+        raise HostRefusedError(
+            "host-refused",
+            "this host is not fit: " + "; ".join(f"{item.check}: {item.message}" for item in rejected),
+            hint="; ".join(dict.fromkeys(item.hint for item in rejected)),
+        )
+
+
+def check_version(layout: Layout, target: Target) -> None:
+    """``up`` never changes the version under a running node; raises :class:`StratumError`."""
+    current = layout.current()
+    if current is not None and current != target.record.version:
+        raise StratumError(
+            "other-version",
+            f"version {current} is active and the bundle has {target.record.version}; `up` does not change versions",
+            hint="run: stratum upgrade",
+        )
+    known = read_record(layout, target.record.version) if current else None
+    if known and known.manifest != target.record.manifest:
+        raise StratumError(
+            "version-differs",
+            f"version {current} is active from another bundle of the same version ({known.manifest[:19]}…)",
+            hint="give each bundle a version of its own",
+        )
+
+
+def build_steps(context: Context, work: Work, stack: Stack, target: Target) -> list[Step]:
+    """The script."""
+    layout, record, live = stack.layout, target.record, context.host.live
+    steps = [
+        Step("state", "record the data directories", lambda: node_steps.plan_state(work)),
+        Step("unpack", "verify and unpack the bundle", lambda: node_steps.plan_unpack(context, target.placement)),
+        Step("version", "link the version's files", lambda: node_steps.plan_version(work, layout, record)),
+        Step("configure", "write containerd's configuration", lambda: node_steps.plan_configuration(work, record)),
+        Step("network", "write the container network", lambda: node_steps.plan_network(work, layout, target.plugins)),
+        Step("units", "write the units", lambda: node_steps.plan_units(work, layout)),
+        Step("program", "put stratum in its place", lambda: node_steps.plan_program(context, work)),
+        Step("activate", "make the version current", lambda: node_steps.plan_activate(work, layout, record)),
+    ]
+    if live:
+        steps += stack_steps.start_steps(stack)
+        steps += image_steps.import_steps(context, stack, record)
+    return [*steps, Step("enable", "start at boot", lambda: persistence.plan_enablement(work))]
+
+
+def _bring_up(context: Context, arguments: argparse.Namespace, work: Work, stack: Stack) -> Outcome:
+    dry_run, layout = arguments.dry_run, stack.layout
+    with open_trusted(context, arguments) as bundle:
+        target = read_target(work, layout, bundle)
+        check_version(layout, target)
+        check_preflight(context, arguments, target)
+        if not dry_run:
+            reap_staging(context.host)
+        steps = build_steps(context, work, stack, target)
+        outcome = perform(
+            context, work, "up", steps, dry_run=dry_run, source=layout.current(), target=target.record.version
+        )
+    if not dry_run and not context.host.live:
+        lock.remove_lock(context.host)
+    return outcome
+
+
+def _undo(context: Context, work: Work, error: BaseException) -> None:
+    """Take back what a first run made before it failed, so that the host is as it was."""
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, signal.SIG_IGN)
+    reap_staging(context.host)
+    removal = plan_removal(work)
+    if len(work.receipt):
+        for action in removal.actions:
+            action.perform(work)
+    boot.undo_created()
+    lock.remove_lock(context.host)
+    if isinstance(error, StratumError) and error.state is None:
+        left = ", ".join(str(item.path) for item in removal.left)
+        error.state = f"what was done is taken back, except {left}" if left else "nothing was changed"
+
+
+def run(context: Context, arguments: argparse.Namespace) -> int:
+    """Bring the host up."""
+    if arguments.supervise:
+        supervise.run(context)
+    dry_run = arguments.dry_run
+    if not dry_run:
+        context.require_root("up")
+    boot.require_compiled(persist=context.host.live and not dry_run)
+    stack = Stack(Layout(context.host))
+    with contextlib.nullcontext() if dry_run else lock.hold_lock(context.host, "up"):
+        work = load_work(context)
+        fresh = not len(work.receipt)
+        try:
+            outcome = _bring_up(context, arguments, work, stack)
+        except BaseException as error:
+            if not dry_run and fresh and stack.layout.current() is None:
+                _undo(context, work, error)
+            raise
+    if context.host.live:
+        more = perform(context, work, "up", stack_steps.supervisor_steps(context), dry_run=dry_run)
+        outcome.performed += more.performed
+    report(context, "up", outcome, dry_run=dry_run)
+    if context.host.live and not dry_run:
+        node_steps.print_running(context, stack)
+    return int(ExitCode.DONE)

@@ -1,0 +1,92 @@
+"""Stratum itself on the host: a versioned copy of the pyz, behind one link, and what runs it."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import sys
+from dataclasses import dataclass
+
+from stratum import __version__
+from stratum.receipt import Entry
+from stratum.steps import Action, Work, plan_directory, plan_link
+from stratum.system import Host, HostPath
+
+__all__ = ["LINK", "PROGRAMS", "CopyProgram", "plan_program", "supervisor_argv"]
+
+LINK = HostPath("/usr/local/bin/stratum")
+PROGRAMS = HostPath("/opt/stratum/pyz")
+SYSTEM_PYTHON = "/usr/bin/python3"
+_CHUNK = 1 << 20
+
+
+def _archive_digest(archive: str) -> str:
+    digest = hashlib.sha256()
+    with open(archive, "rb") as file:
+        for chunk in iter(lambda: file.read(_CHUNK), b""):
+            digest.update(chunk)
+    return f"sha256:{digest.hexdigest()}"
+
+
+@dataclass(frozen=True)
+class CopyProgram(Action):
+    """Copy the pyz that runs to its place. ``archive`` is a path of this process, not of the host's tree."""
+
+    archive: str
+    path: HostPath
+    digest: str
+    verb = "copy"
+
+    @property
+    def subject(self) -> str:
+        """From where to where."""
+        return f"{self.archive} -> {self.path}"
+
+    def perform(self, work: Work) -> None:
+        """Record it, copy it under a hidden name, sync, rename. Raises OSError."""
+        host = work.host
+        work.receipt.record(Entry(self.path, "file", (self.digest,)))
+        temporary = host.temporary_name(self.path)
+        try:
+            with open(self.archive, "rb") as source, host.open_new(temporary, 0o755) as target:
+                for chunk in iter(lambda: source.read(_CHUNK), b""):
+                    target.write(chunk)
+                host.fsync(target)
+            host.rename(temporary, self.path)
+        except BaseException:
+            if host.lexists(temporary):
+                host.unlink(temporary)
+            raise
+        host.fsync_dir(self.path.parent)
+
+
+def plan_program(work: Work, archive: str) -> list[Action]:
+    """The copy and the link; nothing when both are there."""
+    digest = _archive_digest(archive)
+    name = f"{__version__}-{digest.partition(':')[2][:12]}"
+    path = PROGRAMS / name / "stratum.pyz"
+    actions: list[Action] = []
+    if not work.receipt.owns(path):
+        actions = [*plan_directory(work.host, path.parent), CopyProgram(archive, path, digest)]
+    return actions + plan_link(work, LINK, str(path))
+
+
+def supervisor_argv(host: Host) -> list[str]:
+    """The steady-state command line: the interpreter that runs now, without site or environment.
+
+    ``/usr/bin/python3`` where it is the same release, so that the unit outlives a point upgrade of it. A tree
+    is started by its own ``/usr/bin/python3``.
+    """
+    interpreter = SYSTEM_PYTHON
+    if host.live and not _same_release(host):
+        interpreter = os.path.realpath(sys.executable)
+    return [interpreter, "-IS", str(LINK), "up", "--supervise"]
+
+
+def _same_release(host: Host) -> bool:
+    if not host.exists(SYSTEM_PYTHON):
+        return False
+    name = os.path.basename(os.path.realpath(host.real(SYSTEM_PYTHON)))
+    return name == f"python{sys.version_info[0]}.{sys.version_info[1]}" or os.path.realpath(
+        SYSTEM_PYTHON
+    ) == os.path.realpath(sys.executable)
