@@ -23,7 +23,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Optional
 
-from pyzbuild.archive import write_archive
+from pyzbuild.archive import TooLargeError, write_archive
 from pyzbuild.lock import MACHINES, PYTHONS, Lock, LockError, fetch_wheels, read_wheel, set_key, update_lock
 from pyzbuild.wheels import open_wheel
 
@@ -58,18 +58,14 @@ class Options:
 
 
 def build(options: Options) -> None:
-    """Build the pyz. Raises BuildError or LockError; the output is then as it was before."""
+    """Build the pyz. Raises BuildError, LockError or TooLargeError; the output is then as it was before."""
     lock = Lock.read(LOCK)
     fetch_wheels(lock, options.pythons, options.machines, options.cache)
     members = collect_own_files(options.source)
     facts = add_keys(members, options.trust)
     facts += add_wheels(members, lock, options)
     members["stratum/pyz.list"] = "".join(f"{fact}\n" for fact in facts).encode("ascii")
-    write_archive(members, options.output, options.epoch)
-    size = options.output.stat().st_size
-    if size > options.limit:
-        options.output.unlink()
-        raise BuildError(f"{options.output}: {size} bytes, more than the limit of {options.limit}")
+    write_archive(members, options.output, epoch=options.epoch, limit=options.limit)
 
 
 def collect_own_files(source: Path) -> dict[str, bytes]:
@@ -210,7 +206,7 @@ def main(arguments: Optional[Sequence[str]] = None) -> int:
             epoch=int(os.environ.get("SOURCE_DATE_EPOCH") or 0),
         )
         build(options)
-    except (BuildError, LockError, OSError, ValueError) as error:
+    except (BuildError, LockError, TooLargeError, OSError, ValueError) as error:
         print(f"build_zipapp: error: {error}", file=sys.stderr)
         return 1
     digest = hashlib.sha256(options.output.read_bytes()).hexdigest()

@@ -9,7 +9,7 @@ import zipfile
 from collections.abc import Mapping
 from pathlib import Path
 
-__all__ = ["SHEBANG", "write_archive"]
+__all__ = ["SHEBANG", "TooLargeError", "write_archive"]
 
 SHEBANG = b"#!/usr/bin/python3 -IBS\n"
 """Isolated, no site: starts quickly, and the machine's packages and environment do not matter. No bytecode files."""
@@ -18,8 +18,15 @@ _MODE = 0o100644 << 16  # a regular file, in the upper half as Unix zips have it
 _FIRST_ZIP_DAY = 315532800  # 1980-01-01, the first that a zip can hold
 
 
-def write_archive(members: Mapping[str, bytes], output: Path, epoch: int = _FIRST_ZIP_DAY) -> None:
-    """Write an executable zip with a shebang line to ``output``, atomically. ``epoch`` is every member's time."""
+class TooLargeError(Exception):
+    """The archive is larger than it may be."""
+
+
+def write_archive(members: Mapping[str, bytes], output: Path, *, epoch: int, limit: int) -> None:
+    """Write an executable zip with a shebang line to ``output``, atomically. ``epoch`` is every member's time.
+
+    Raises TooLargeError above ``limit`` bytes; what was at ``output`` is then still there.
+    """
     date = time.gmtime(max(epoch, _FIRST_ZIP_DAY))[:6]
     output.parent.mkdir(parents=True, exist_ok=True)
     handle, temporary = tempfile.mkstemp(dir=output.parent, prefix=f".{output.name}.")
@@ -34,6 +41,9 @@ def write_archive(members: Mapping[str, bytes], output: Path, epoch: int = _FIRS
                     info.compress_type = zipfile.ZIP_DEFLATED
                     archive.writestr(info, members[name], compresslevel=9)
             stream.flush()
+            size = os.fstat(stream.fileno()).st_size
+            if size > limit:
+                raise TooLargeError(f"{output}: {size} bytes, more than the limit of {limit}")
             os.fchmod(stream.fileno(), 0o755)
             os.fsync(stream.fileno())
         os.rename(temporary, output)

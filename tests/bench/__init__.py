@@ -1,0 +1,1 @@
+"""Benchmarks: what Stratum costs, measured beside what it is compared with."""
