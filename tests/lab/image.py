@@ -15,6 +15,12 @@ from pathlib import Path
 
 DEMO_IMAGE = "docker.io/library/busybox:stratum-demo"
 
+#: A bridge network for containers on a machine of the lab.
+LAB_NETWORK = """{"cniVersion": "0.4.0", "name": "lab", "plugins": [{"type": "bridge", "bridge": "lab0",
+ "isGateway": true, "ipMasq": true, "ipam": {"type": "host-local", "ranges": [[{"subnet": "10.88.0.0/16"}]],
+ "routes": [{"dst": "0.0.0.0/0"}]}}, {"type": "portmap", "capabilities": {"portMappings": true}}]}
+"""
+
 _APPLETS = (
     "cat", "chmod", "cp", "date", "df", "dmesg", "echo", "env", "false", "free", "grep", "head", "hostname",
     "httpd", "id", "ifconfig", "ip", "kill", "ln", "ls", "mkdir", "mount", "mv", "nc", "nslookup", "ping",

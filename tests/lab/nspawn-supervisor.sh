@@ -19,12 +19,15 @@ mount -t overlay -o "lowerdir=$lower,upperdir=upper,workdir=work" overlay root
 cp -a "$lower/var/lib/." varlib/upper/
 
 # systemd-nspawn wants one tree of cgroups. The outer machine keeps its own view.
+umount -l /sys/fs/cgroup
+tree=/sys/fs/cgroup
 if [ "$unified" = 1 ]; then
-    umount -l /sys/fs/cgroup
-    mount -t cgroup2 -o nosuid,nodev,noexec cgroup2 /sys/fs/cgroup
-    tree=/sys/fs/cgroup
+    mount -t cgroup2 -o nosuid,nodev,noexec cgroup2 "$tree"
 else
-    tree=/sys/fs/cgroup/systemd
+    mount -t tmpfs -o mode=755 tmpfs "$tree"
+    tree=$tree/systemd
+    mkdir "$tree"
+    mount -t cgroup -o nosuid,nodev,noexec,none,name=systemd cgroup "$tree"
 fi
 mkdir -p "$tree/$name/nspawn"
 if [ "$unified" = 1 ]; then

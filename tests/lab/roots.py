@@ -177,7 +177,10 @@ def _hooks(recipe: Recipe) -> list[tuple[str, str]]:
         'echo MODULES=list >"$1/etc/initramfs-tools/conf.d/stratum-lab" && '
         f"printf '%s' '{_INITRD_MODULES}' >\"$1/usr/share/initramfs-tools/modules.d/stratum-lab\""
     )
+    # The agent tells the journal of each question; ours would drown all the rest.
+    quiet = "etc/systemd/system/qemu-guest-agent.service.d"
     settle = (
+        f'mkdir -p "$1/{quiet}" && printf "[Service]\\nLogLevelMax=warning\\n" >"$1/{quiet}/quiet.conf" && '
         'echo stratum-lab >"$1/etc/hostname" && '
         "printf '127.0.0.1 localhost\\n127.0.1.1 stratum-lab\\n' >\"$1/etc/hosts\" && "
         f'chroot "$1" systemctl mask --quiet {" ".join(_MASKED)} && '

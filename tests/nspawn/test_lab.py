@@ -13,14 +13,10 @@ from pathlib import Path
 import pytest
 
 from tests.conftest import Machines
-from tests.lab.image import Image
+from tests.lab.image import LAB_NETWORK, Image
 from tests.lab.machine import BARE_ENV, CommandFailed, CommandTimeout, LabError, wait_until
 from tests.lab.nspawn import NspawnMachine
 from tests.lab.packages import Package
-
-CNI = """{"cniVersion": "0.4.0", "name": "lab", "plugins": [{"type": "bridge", "bridge": "lab0",
- "isGateway": true, "ipMasq": true, "ipam": {"type": "host-local", "ranges": [[{"subnet": "10.88.0.0/16"}]],
- "routes": [{"dst": "0.0.0.0/0"}]}}, {"type": "portmap", "capabilities": {"portMappings": true}}]}"""
 
 
 def outer_traces(owner: int) -> dict[str, set[str]]:
@@ -201,7 +197,7 @@ def test_debians_containerd_runs_a_container_with_a_bridge_network(
     for name in ("containerd", "runc", "containernetworking-plugins"):
         machine.copy_tree_in(debian_packages[name].tree, "/")
     machine.write("/root/image.tar", demo_image.oci_archive())
-    machine.write("/etc/cni/net.d/10-lab.conflist", CNI)
+    machine.write("/etc/cni/net.d/10-lab.conflist", LAB_NETWORK)
     machine.sh("mkdir -p /opt/cni/bin; ln -s /usr/lib/cni/* /opt/cni/bin/; systemctl start containerd")
     machine.run(["ctr", "images", "import", "/root/image.tar"])
     # Without cgroup v2's cpu controller runc cannot set the weight that ctr asks for by default.
