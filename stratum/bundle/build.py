@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import contextlib
 import os
+import queue
 import threading
 from collections.abc import Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor, as_completed
 from dataclasses import dataclass, field, replace
 from typing import Callable, Optional, TypeVar
 
@@ -48,6 +48,7 @@ from stratum.system import Host, HostPath
 __all__ = ["BuiltBundle", "Builder", "Options", "Work"]
 
 _T = TypeVar("_T")
+_PATIENCE = 3.0  # seconds for a thread to notice that it must stop
 
 
 @dataclass(frozen=True)
@@ -94,27 +95,45 @@ class Work:
             raise StoppedError
 
     def all(self, jobs: int, calls: Sequence[Callable[[], _T]]) -> list[_T]:
-        """The results of ``calls``, in their order. The first failure stops the others and is raised."""
-        with ThreadPoolExecutor(max_workers=max(1, jobs)) as pool:
-            futures = [pool.submit(call) for call in calls]
-            try:
-                for future in as_completed(futures):
-                    future.result()
-            except BaseException:
+        """The results of ``calls``, in their order. The first failure stops the others and is raised.
+
+        The threads are daemons and not a pool: one that hangs in the network must not hold up the end.
+        """
+        results: dict[int, _T] = {}
+        errors: dict[int, BaseException] = {}
+        pending: queue.SimpleQueue[int] = queue.SimpleQueue()
+        ended: queue.SimpleQueue[int] = queue.SimpleQueue()
+
+        def serve() -> None:
+            with contextlib.suppress(queue.Empty):
+                while True:
+                    number = pending.get_nowait()
+                    try:
+                        self.check()
+                        results[number] = calls[number]()
+                    except BaseException as error:  # noqa: BLE001 - it is raised again, in the thread that waits
+                        errors[number] = error
+                    ended.put(number)
+
+        for number in range(len(calls)):
+            pending.put(number)
+        threads = [threading.Thread(target=serve, daemon=True) for _ in range(min(jobs, len(calls)))]
+        for thread in threads:
+            thread.start()
+        try:
+            for _ in calls:
+                if ended.get() in errors:
+                    break
+        finally:
+            if errors or len(results) < len(calls):
                 self._stopped.set()
-                pool.shutdown(wait=True, cancel_futures=True)
-                _raise_cause(futures)
-                raise
-            return [future.result() for future in futures]
-
-
-def _raise_cause(futures: Sequence[Future[_T]]) -> None:
-    # Which failure as_completed met first is chance; the first in order that has a reason of its own is not.
-    for future in futures:
-        if future.done() and not future.cancelled():
-            error = future.exception()
-            if error is not None and not isinstance(error, StoppedError):
-                raise error
+                for thread in threads:
+                    thread.join(_PATIENCE)
+        if errors:
+            # Which one came first is chance; the first in order that has a reason of its own is not.
+            causes = [errors[number] for number in sorted(errors) if not isinstance(errors[number], StoppedError)]
+            raise (causes or list(errors.values()))[0]
+        return [results[number] for number in range(len(calls))]
 
 
 @dataclass(frozen=True)

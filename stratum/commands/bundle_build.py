@@ -18,7 +18,7 @@ from stratum.bundle.layer import LEVELS
 from stratum.bundle.lock import Lock, parse_lock
 from stratum.bundle.oci import Platform
 from stratum.bundle.signing import signature_name
-from stratum.bundle.sources import Located, SourceFinder
+from stratum.bundle.sources import SourceFinder
 from stratum.bundle.write import (
     BlobStore,
     Contents,
@@ -31,7 +31,7 @@ from stratum.bundle.write import (
 )
 from stratum.commands.bundle_keys import local_path, make_signature, read_secret_key, read_small
 from stratum.commands.context import Context
-from stratum.errors import ExitCode, StratumError, UsageError
+from stratum.errors import ExitCode, UsageError
 from stratum.system import HostPath
 
 __all__ = ["run_build"]
@@ -233,9 +233,10 @@ def _report_plan(context: Context, plan: _Plan, arguments: argparse.Namespace) -
     """What would be fetched, read and written; nothing is."""
     fetcher = Fetcher(context.host, plan.cache, offline=True)
     finder = SourceFinder(context.host, plan.base, fetcher, plan.lock)
-    sources = []
-    for platform, source in _sources(plan):
-        sources.append({"platform": str(platform), "location": source.location, "from": _origin(finder, source)})
+    sources = [
+        {"platform": str(platform), "location": source.location, "from": _origin(finder, source)}
+        for platform, source in _sources(plan)
+    ]
     for item in sources:
         context.out.result(f"{item['from']}: {item['location']} ({item['platform']})")
     if not plan.lock:
@@ -280,8 +281,5 @@ def _origin(finder: SourceFinder, source: Source) -> str:
         if expected and finder.fetcher.host.lexists(finder.fetcher.cache / "sha256" / expected):
             return "cached"
         return "would download"
-    try:
-        found: Located = finder.find(source)
-    except StratumError as error:
-        return f"unusable ({error.message})"
+    found = finder.find(source)
     return "directory" if found.sha256 is None else "file"
