@@ -63,7 +63,9 @@ def verify_index(index: bytes, signatures: Sequence[bytes], keys: Sequence[Publi
         )
     if len(signatures) > SIGNATURES_MOST:
         raise NotTrustedError(
-            "malformed-signature", f"{len(signatures)} signatures; at most {SIGNATURES_MOST} are read"
+            "malformed-signature",
+            f"{len(signatures)} signatures; at most {SIGNATURES_MOST} are read",
+            hint="remove the index.json.KEYID.minisig files that are not needed",
         )
     parsed = [Signature.parse(item) for item in signatures]
     signers = [signer for signature in parsed for signer in _signers(index, signature, keys)]
