@@ -12,9 +12,9 @@ from types import FrameType, ModuleType
 from typing import Optional
 
 from stratum import __version__, boot
-from stratum.commands.context import Context
 from stratum.errors import ExitCode, StratumError
 from stratum.output import Output
+from stratum.scripts.context import Context
 from stratum.system import Host
 
 __all__ = ["COMMANDS", "build_parser", "main"]

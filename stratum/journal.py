@@ -77,6 +77,10 @@ class Journal:
         """Record that the operation stopped at its step with ``error``."""
         self._update(state="failed", error=error)
 
+    def close(self) -> None:
+        """Write no more: the operation is about to remove the journal itself."""
+        self._current = None
+
     def _update(self, **changes: Optional[str]) -> None:
         if self._current is None:
             return

@@ -46,7 +46,7 @@ def plan_removal(work: Work, *, keep: Sequence[HostPath] = ()) -> Removal:
     host, receipt = work.host, work.receipt
     gone: set[HostPath] = {RECEIPT_PATH, JOURNAL_PATH}
     barred = _barred(receipt, removal)
-    for entry in sorted(receipt, key=lambda item: len(item.path.parts), reverse=True):
+    for entry in sorted(receipt, key=lambda item: item.path.parts, reverse=True):
         if any(parent in barred for parent in (entry.path, *entry.path.parents)):
             continue
         if entry.path in keep:
@@ -101,6 +101,7 @@ def _others(host: Host, path: HostPath, gone: Iterable[HostPath]) -> list[str]:
 
 def _close(work: Work, kept: Sequence[Entry]) -> None:
     """The record goes last: until then a run that is cut off can go on."""
+    work.journal.close()
     if kept:
         work.receipt.forget(
             *(entry.path for entry in work.receipt if entry not in kept and entry.path != STATE_DIRECTORY)

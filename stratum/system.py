@@ -13,6 +13,7 @@ import errno
 import os
 import secrets
 import signal
+import socket
 import stat
 import subprocess
 import threading
@@ -34,6 +35,7 @@ SEARCH_PATH = ("/usr/local/sbin", "/usr/local/bin", "/usr/sbin", "/usr/bin", "/s
 
 _LINKS_MAX = 40  # as the kernel's own limit, path_resolution(7)
 _STDERR_SHOWN = 600
+_CONNECT_TIMEOUT = 5.0  # seconds
 
 
 @dataclass(frozen=True)
@@ -320,6 +322,16 @@ class Host:
             if os.path.isfile(real) and os.access(real, os.X_OK):
                 return candidate
         return None
+
+    def listens(self, path: PathLike) -> bool:
+        """Whether somebody accepts connections on the UNIX stream socket at ``path``."""
+        with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_CLOEXEC) as channel:
+            channel.settimeout(_CONNECT_TIMEOUT)
+            try:
+                channel.connect(self.real(path, follow=True))
+            except OSError:
+                return False
+            return True
 
     def _command_environment(self, extra: Optional[Mapping[str, str]]) -> dict[str, str]:
         # A proxy, a locale or a loader variable of the caller must not reach what we start.

@@ -112,6 +112,11 @@ class Descriptor:
         return value
 
     @classmethod
+    def from_json(cls, value: object, where: str = "descriptor") -> Descriptor:
+        """Parse a descriptor that is JSON already; raises :class:`BundleError`."""
+        return cls._read(Reader(value, where))
+
+    @classmethod
     def _read(cls, reader: Reader) -> Descriptor:
         platform = None
         if "platform" in reader.value:

@@ -6,7 +6,7 @@ import argparse
 import importlib
 from typing import cast
 
-from stratum.commands.context import Context, add_dry_run, add_output
+from stratum.scripts.context import Context, add_dry_run, add_output
 
 __all__ = ["SUMMARY", "add_arguments", "run"]
 

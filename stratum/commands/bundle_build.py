@@ -30,8 +30,8 @@ from stratum.bundle.write import (
     write_tar,
 )
 from stratum.commands.bundle_keys import local_path, make_signature, read_secret_key, read_small
-from stratum.commands.context import Context
 from stratum.errors import ExitCode, UsageError
+from stratum.scripts.context import Context
 from stratum.system import HostPath
 
 __all__ = ["run_build"]

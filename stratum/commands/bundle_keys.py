@@ -14,8 +14,8 @@ import time
 from typing import TYPE_CHECKING, Optional
 
 from stratum.atomicfile import create_exclusively
-from stratum.commands.context import Context
 from stratum.errors import ExitCode, UsageError
+from stratum.scripts.context import Context
 from stratum.system import Host, HostPath
 
 if TYPE_CHECKING:

@@ -14,8 +14,8 @@ from stratum.bundle.unpack import unpack_layer
 from stratum.bundle.verify import VerifiedBundle, check_all_digests, open_verified
 from stratum.bundle.write import staging_directory
 from stratum.commands.bundle_keys import local_path, read_small
-from stratum.commands.context import Context
 from stratum.errors import ExitCode, NotTrustedError, UsageError
+from stratum.scripts.context import Context
 from stratum.steps import remove_tree
 from stratum.system import Host, HostPath
 from stratum.trust.keyring import load_keyring

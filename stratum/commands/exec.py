@@ -5,10 +5,10 @@ from __future__ import annotations
 import argparse
 import os
 
-from stratum.commands.context import Context
 from stratum.errors import BundleNotFoundError
 from stratum.node import cni, containerd
 from stratum.node.layout import Layout
+from stratum.scripts.context import Context
 from stratum.system import Host
 
 

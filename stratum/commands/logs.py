@@ -6,11 +6,11 @@ import argparse
 import os
 from typing import Optional
 
-from stratum.commands.context import Context
 from stratum.errors import StratumError, UsageError
 from stratum.host import persistence
 from stratum.node.layout import Layout
 from stratum.node.stack import UNITS
+from stratum.scripts.context import Context
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

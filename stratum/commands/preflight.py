@@ -7,14 +7,14 @@ import argparse
 from stratum import boot
 from stratum.bundle.place import Placement
 from stratum.bundle.verify import VerifiedBundle, check_all_digests
-from stratum.commands import node_steps
-from stratum.commands.bundlechoice import add_bundle_arguments, open_trusted
-from stratum.commands.context import Context, add_output, add_root
-from stratum.commands.run import load_work
 from stratum.errors import BundleError, BundleNotFoundError, ExitCode, NotTrustedError, StratumError
 from stratum.host import persistence, preflight
 from stratum.host.preflight import REJECT, Finding, Need
 from stratum.node.stack import UNITS
+from stratum.scripts import node as node_script
+from stratum.scripts.choice import add_bundle_arguments, open_trusted
+from stratum.scripts.context import Context, add_output, add_root
+from stratum.scripts.run import load_work
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -49,7 +49,7 @@ def check_bundle(context: Context, arguments: argparse.Namespace) -> tuple[list[
         with open_trusted(context, arguments) as bundle:
             if bundle is not None:
                 name = f"{bundle.description.name} {bundle.description.version}"
-                needs = node_steps.needs(Placement(context.host, load_work(context).receipt, bundle))
+                needs = node_script.needs(Placement(context.host, load_work(context).receipt, bundle))
                 _check_digests(context, bundle)
     except BundleNotFoundError as error:
         if arguments.bundle is not None:

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import argparse
 
-from stratum.commands import stack_steps
-from stratum.commands.context import Context, add_dry_run, add_output
-from stratum.commands.run import run_script
 from stratum.node.layout import Layout
 from stratum.node.stack import Stack
+from stratum.scripts import stack as stack_script
+from stratum.scripts.context import Context, add_dry_run, add_output
+from stratum.scripts.run import run_script
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -22,7 +22,7 @@ def run(context: Context, arguments: argparse.Namespace) -> int:
     layout = Layout(context.host)
     context.require_root("restart")
     context.require_installed(layout.current_link)
-    steps = stack_steps.restart_steps(Stack(layout))
+    steps = stack_script.restart_steps(Stack(layout))
     return run_script(
-        context, "restart", steps, after_lock=stack_steps.supervisor_steps(context), dry_run=arguments.dry_run
+        context, "restart", steps, after_lock=stack_script.supervisor_steps(context), dry_run=arguments.dry_run
     )

@@ -7,8 +7,6 @@ import time
 from dataclasses import asdict, dataclass
 from typing import Optional
 
-from stratum.commands.context import Context, add_output
-from stratum.commands.run import load_work
 from stratum.errors import ExitCode
 from stratum.host import persistence, systemd
 from stratum.journal import Operation
@@ -16,6 +14,8 @@ from stratum.node.layout import Layout
 from stratum.node.stack import UNITS, Stack
 from stratum.node.versions import VersionRecord, read_record
 from stratum.receipt import Condition
+from stratum.scripts.context import Context, add_output
+from stratum.scripts.run import load_work
 from stratum.steps import Work
 
 

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import argparse
 
-from stratum.commands import stack_steps
-from stratum.commands.context import Context, add_dry_run, add_output
-from stratum.commands.run import run_script
 from stratum.host import persistence
 from stratum.node.layout import Layout
 from stratum.node.stack import UNITS, Stack
+from stratum.scripts import stack as stack_script
+from stratum.scripts.context import Context, add_dry_run, add_output
+from stratum.scripts.run import run_script
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -26,5 +26,5 @@ def run(context: Context, arguments: argparse.Namespace) -> int:
     context.require_installed(layout.current_link)
     # The supervisor first: it would start again what it finds stopped.
     units = (persistence.UNIT, *reversed(UNITS))
-    steps = stack_steps.stop_steps(Stack(layout), units, containers=arguments.containers)
+    steps = stack_script.stop_steps(Stack(layout), units, containers=arguments.containers)
     return run_script(context, "stop", steps, dry_run=arguments.dry_run)

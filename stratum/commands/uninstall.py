@@ -13,9 +13,6 @@ from dataclasses import dataclass
 from typing import Callable
 
 from stratum import lock
-from stratum.commands import stack_steps
-from stratum.commands.context import Context, add_dry_run, add_output, add_root
-from stratum.commands.run import load_work, perform, report
 from stratum.errors import ExitCode, StratumError
 from stratum.host import mounts, network, persistence, systemd
 from stratum.node import cni, containerd
@@ -23,6 +20,9 @@ from stratum.node.layout import Layout
 from stratum.node.stack import UNITS, Stack
 from stratum.receipt import STATE_DIRECTORY
 from stratum.removal import Removal, plan_removal
+from stratum.scripts import stack as stack_script
+from stratum.scripts.context import Context, add_dry_run, add_output, add_root
+from stratum.scripts.run import load_work, perform, report
 from stratum.steps import Action, Call, Outcome, RemoveDirectory, RemoveFile, Step, Work
 from stratum.system import HostPath
 
@@ -66,7 +66,7 @@ def put_back(context: Context, stack: Stack, found: Found) -> list[str]:
     attempts: list[tuple[bool, Callable[[], object]]] = [
         (True, lambda: persistence.allow_restart(context.host)),
         (found.enabled, lambda: persistence.enable(context.host)),
-        (found.running, lambda: [action.perform(load_work(context)) for action in stack_steps.plan_start(stack)]),
+        (found.running, lambda: [action.perform(load_work(context)) for action in stack_script.plan_start(stack)]),
         (found.supervised, lambda: persistence.start_later(context.host)),
     ]
     for wanted, attempt in attempts:
@@ -140,7 +140,7 @@ def teardown_steps(context: Context, stack: Stack) -> list[Step]:
     """Everything before the deletion; a failure in here puts the node back."""
     return [
         Step("disarm", "keep the supervisor from coming back", lambda: plan_disarm(context)),
-        *stack_steps.stop_steps(stack, tuple(reversed(UNITS)), containers=True),
+        *stack_script.stop_steps(stack, tuple(reversed(UNITS)), containers=True),
         Step("unmount", "take away mounts below Stratum's directories", lambda: plan_unmount(context)),
         Step("network", "remove the container bridge", lambda: plan_network(context)),
         Step("stop-supervisor", "stop the supervisor", lambda: plan_stop_supervisor(context)),

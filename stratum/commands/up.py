@@ -16,16 +16,19 @@ from typing import Optional
 from stratum import boot, lock
 from stratum.bundle import place
 from stratum.bundle.verify import VerifiedBundle
-from stratum.commands import image_steps, node_steps, stack_steps, supervise
-from stratum.commands.bundlechoice import add_bundle_arguments, open_trusted
-from stratum.commands.context import Context, add_dry_run, add_output, add_root
-from stratum.commands.run import load_work, perform, report
 from stratum.errors import ExitCode, HostRefusedError, StratumError
 from stratum.host import persistence, preflight
 from stratum.node.layout import Layout
 from stratum.node.stack import UNITS, Stack
 from stratum.node.versions import VersionRecord, read_record
 from stratum.removal import plan_removal
+from stratum.scripts import images as image_script
+from stratum.scripts import node as node_script
+from stratum.scripts import stack as stack_script
+from stratum.scripts import supervise
+from stratum.scripts.choice import add_bundle_arguments, open_trusted
+from stratum.scripts.context import Context, add_dry_run, add_output, add_root
+from stratum.scripts.run import load_work, perform, report
 from stratum.staging import reap_staging
 from stratum.steps import Outcome, Step, Work
 
@@ -54,7 +57,7 @@ def read_target(work: Work, layout: Layout, bundle: Optional[VerifiedBundle]) ->
     """The target, from the bundle or, without one, from the active version."""
     if bundle is not None:
         placement = place.Placement(work.host, work.receipt, bundle)
-        return Target(node_steps.record_of(bundle), node_steps.plugins_of(bundle.description), placement)
+        return Target(node_script.record_of(bundle), node_script.plugins_of(bundle.description), placement)
     version = layout.current()
     record = read_record(layout, version) if version else None
     if record is None:
@@ -68,7 +71,7 @@ def check_preflight(context: Context, arguments: argparse.Namespace, target: Tar
     """The gate: every finding is shown, and one that rejects raises :class:`HostRefusedError`."""
     findings = preflight.check_host(
         context.host,
-        needs=node_steps.needs(target.placement) if target.placement else (),
+        needs=node_script.needs(target.placement) if target.placement else (),
         units=(*UNITS, persistence.UNIT),
         skip=arguments.skip_check,
     )
@@ -106,18 +109,18 @@ def build_steps(context: Context, work: Work, stack: Stack, target: Target) -> l
     """The script."""
     layout, record, live = stack.layout, target.record, context.host.live
     steps = [
-        Step("state", "record the data directories", lambda: node_steps.plan_state(work)),
-        Step("unpack", "verify and unpack the bundle", lambda: node_steps.plan_unpack(context, target.placement)),
-        Step("version", "link the version's files", lambda: node_steps.plan_version(work, layout, record)),
-        Step("configure", "write containerd's configuration", lambda: node_steps.plan_configuration(work, record)),
-        Step("network", "write the container network", lambda: node_steps.plan_network(work, layout, target.plugins)),
-        Step("units", "write the units", lambda: node_steps.plan_units(work, layout)),
-        Step("program", "put stratum in its place", lambda: node_steps.plan_program(context, work)),
-        Step("activate", "make the version current", lambda: node_steps.plan_activate(work, layout, record)),
+        Step("state", "record the data directories", lambda: node_script.plan_state(work)),
+        Step("unpack", "verify and unpack the bundle", lambda: node_script.plan_unpack(context, target.placement)),
+        Step("version", "link the version's files", lambda: node_script.plan_version(work, layout, record)),
+        Step("configure", "write containerd's configuration", lambda: node_script.plan_configuration(work, record)),
+        Step("network", "write the container network", lambda: node_script.plan_network(work, layout, target.plugins)),
+        Step("units", "write the units", lambda: node_script.plan_units(work, layout)),
+        Step("program", "put stratum in its place", lambda: node_script.plan_program(context, work)),
+        Step("activate", "make the version current", lambda: node_script.plan_activate(work, layout, record)),
     ]
     if live:
-        steps += stack_steps.start_steps(stack)
-        steps += image_steps.import_steps(context, stack, record)
+        steps += stack_script.start_steps(stack)
+        steps += image_script.import_steps(context, stack, record)
     return [*steps, Step("enable", "start at boot", lambda: persistence.plan_enablement(work))]
 
 
@@ -173,9 +176,9 @@ def run(context: Context, arguments: argparse.Namespace) -> int:
                 _undo(context, work, error)
             raise
     if context.host.live:
-        more = perform(context, work, "up", stack_steps.supervisor_steps(context), dry_run=dry_run)
+        more = perform(context, work, "up", stack_script.supervisor_steps(context), dry_run=dry_run)
         outcome.performed += more.performed
     report(context, "up", outcome, dry_run=dry_run)
     if context.host.live and not dry_run:
-        node_steps.print_running(context, stack)
+        node_script.print_running(context, stack)
     return int(ExitCode.DONE)

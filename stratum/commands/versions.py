@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import argparse
 
-from stratum.commands.context import Context, add_output, add_root
 from stratum.errors import ExitCode
 from stratum.node.layout import Layout
 from stratum.node.versions import read_record
+from stratum.scripts.context import Context, add_output, add_root
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

@@ -52,6 +52,8 @@ ExecStart={" ".join(quote(word) for word in argv)}
 Restart=always
 RestartSec=10
 KillMode=process
+# SIGTERM is how systemd ends it; the exit status that says so is no failure.
+SuccessExitStatus=143
 TimeoutStartSec=15min
 OOMScoreAdjust=-500
 

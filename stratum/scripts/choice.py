@@ -11,11 +11,11 @@ from typing import Optional
 from stratum.bundle.oci import Platform
 from stratum.bundle.source import open_bundle
 from stratum.bundle.verify import VerifiedBundle, open_verified
-from stratum.commands.context import Context
 from stratum.errors import BundleNotFoundError, UsageError
 from stratum.host import preflight
 from stratum.node.layout import Layout
 from stratum.receipt import STATE_DIRECTORY
+from stratum.scripts.context import Context
 from stratum.trust.keyring import load_keyring
 
 __all__ = ["BUNDLES", "add_bundle_arguments", "find_bundle", "open_trusted"]

@@ -6,11 +6,11 @@ import contextlib
 from collections.abc import Mapping, Sequence
 from typing import Callable, Optional
 
-from stratum.commands.context import Context
 from stratum.errors import ExitCode
 from stratum.journal import Journal
 from stratum.lock import hold_lock
 from stratum.receipt import STATE_DIRECTORY, Entry, Receipt
+from stratum.scripts.context import Context
 from stratum.steps import Action, Outcome, Step, Work, run_steps
 
 __all__ = ["load_work", "open_state", "perform", "report", "run_script"]

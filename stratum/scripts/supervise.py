@@ -5,15 +5,16 @@ from __future__ import annotations
 from typing import NoReturn
 
 from stratum import lock
-from stratum.commands import image_steps, stack_steps
-from stratum.commands.context import Context
-from stratum.commands.run import load_work, perform
 from stratum.errors import AlreadyRunningError, NotInstalledError, StratumError
 from stratum.host import systemd
 from stratum.host.notify import notify
 from stratum.node.layout import Layout
 from stratum.node.stack import UNITS, Stack
 from stratum.node.versions import read_record
+from stratum.scripts import images as image_script
+from stratum.scripts import stack as stack_script
+from stratum.scripts.context import Context
+from stratum.scripts.run import load_work, perform
 from stratum.staging import reap_staging
 from stratum.steps import Step
 
@@ -32,9 +33,9 @@ def bring_up(context: Context, stack: Stack) -> None:
     work = load_work(context)
     reap_staging(context.host)
     steps: list[Step] = [
-        *stack_steps.network_steps(stack),
-        *stack_steps.start_steps(stack),
-        *image_steps.import_steps(context, stack, record),
+        *stack_script.network_steps(stack),
+        *stack_script.start_steps(stack),
+        *image_script.import_steps(context, stack, record),
     ]
     perform(context, work, "supervise", steps, dry_run=False)
 

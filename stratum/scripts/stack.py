@@ -5,11 +5,11 @@ from __future__ import annotations
 import functools
 from collections.abc import Sequence
 
-from stratum.commands.context import Context
 from stratum.errors import CommandError, StratumError
 from stratum.host import persistence, systemd
 from stratum.node import cni
 from stratum.node.stack import UNITS, Stack, join_errors
+from stratum.scripts.context import Context
 from stratum.steps import Action, Call, Command, Step
 
 __all__ = ["plan_start", "plan_stop", "restart_steps", "start_steps", "stop_steps"]
@@ -110,7 +110,7 @@ def supervisor_steps(context: Context) -> list[Step]:
 
     def plan() -> list[Action]:
         state = systemd.read_units(context.host, [persistence.UNIT])[persistence.UNIT]
-        if not state.installed or state.active in ("active", "activating"):
+        if state.active in ("active", "activating"):
             return []
         return [Command(("systemctl", "start", "--no-block", persistence.UNIT), 60.0)]
 

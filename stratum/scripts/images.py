@@ -6,11 +6,11 @@ import functools
 
 from stratum.bundle.images import IMAGES_DIRECTORY, Image, ImageStore, write_image_tar
 from stratum.bundle.oci import Descriptor
-from stratum.commands.context import Context
 from stratum.errors import StratumError
 from stratum.node import containerd
 from stratum.node.stack import Stack
 from stratum.node.versions import VersionRecord
+from stratum.scripts.context import Context
 from stratum.steps import Action, Call, Step
 
 __all__ = ["import_steps"]

@@ -9,7 +9,6 @@ from stratum.bundle.images import IMAGES_DIRECTORY
 from stratum.bundle.oci import Description
 from stratum.bundle.place import COMPONENTS, Placement, component_dir
 from stratum.bundle.verify import VerifiedBundle
-from stratum.commands.context import Context
 from stratum.errors import StratumError
 from stratum.host import persistence, program, systemd
 from stratum.host.preflight import Need
@@ -19,6 +18,7 @@ from stratum.node.stack import UNITS, Stack
 from stratum.node.units import UnitSpec, render_units
 from stratum.node.versions import VersionRecord, assemble, differences, read_record, relink
 from stratum.receipt import STATE_DIRECTORY, Entry
+from stratum.scripts.context import Context
 from stratum.steps import Action, Call, Command, PlaceLink, Work, plan_directory, plan_file
 from stratum.system import HostPath
 
@@ -62,16 +62,20 @@ def needs(placement: Placement) -> list[Need]:
 def plan_state(work: Work) -> list[Action]:
     """Record the trees that will fill, before they do; make the directory where libcni keeps its results."""
     trees = [Entry(path, "tree") for path in DATA_TREES if work.receipt.get(path) is None]
-    trees += [
-        Entry(HostPath(path), "tree" if path.rstrip("/").endswith("runtime") else "directory")
-        for path in boot.created_paths()
-        if work.receipt.get(path) is None
-    ]
+    trees += [entry for entry in _runtime_entries() if work.receipt.get(entry.path) is None]
     actions: list[Action] = []
     if trees:
         names = ", ".join(str(entry.path) for entry in trees)
         actions.append(Call("record", names, lambda: work.receipt.record(*trees)))
     return actions + plan_directory(work.host, cni.RESULTS)
+
+
+def _runtime_entries() -> list[Entry]:
+    """Entries for what unpacking the compiled parts made, where that is not in a tree of ours already."""
+    made = [HostPath(path) for path in boot.created_paths()]
+    outside = [path for path in made if not any(tree in (path, *path.parents) for tree in DATA_TREES)]
+    leaves = [path for path in outside if not any(path in other.parents for other in made)]
+    return [Entry(path, "tree" if path in leaves else "directory") for path in outside]
 
 
 def plan_unpack(context: Context, placement: Optional[Placement]) -> list[Action]:
