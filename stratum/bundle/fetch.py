@@ -11,6 +11,7 @@ import hashlib
 import os
 import secrets
 import ssl
+import threading
 import time
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -106,6 +107,8 @@ class Fetcher:
         self.offline = offline
         self._warn = warn
         self._stop = stop
+        self._guard = threading.Lock()
+        self._busy: dict[str, threading.Lock] = {}
 
     def cached(self, sha256: str) -> Optional[Fetched]:
         """The file with that digest, if it is in the cache and still what its name says."""
@@ -126,12 +129,15 @@ class Fetcher:
         Raises :class:`DigestMismatchError` when the bytes are others, :class:`BundleNotFoundError` when there
         is no such file, :class:`StratumError` when it cannot be had.
         """
-        found = self.cached(sha256) if sha256 else None
-        if found:
-            return found
-        directory = self.cache / "sha256"
-        self.host.makedirs(directory, 0o700)
-        self._reap(directory)
+        with self._guard:
+            turn = self._busy.setdefault(url, threading.Lock())
+        with turn:
+            # Whoever waited for another thread finds its file in the cache.
+            found = self.cached(sha256) if sha256 else None
+            return found or self._fetch(url, sha256, limit)
+
+    def _fetch(self, url: str, sha256: Optional[str], limit: int) -> Fetched:
+        directory = self._directory()
         temporary = directory / f".{secrets.token_hex(8)}.part"
         try:
             digest, size = self._retrying(url, lambda: self._download(url, temporary, limit))
@@ -215,6 +221,17 @@ class Fetcher:
                 self._warn(f"{url}: {error}; next try in {wait:g} s")
                 self.host.sleep(wait)
         raise AssertionError("the loop ends by return or raise")
+
+    def _directory(self) -> HostPath:
+        directory = self.cache / "sha256"
+        with self._guard:
+            try:
+                self.host.makedirs(directory, 0o700)
+            except FileExistsError:
+                # Another process made a part of it at the same moment; or there is a file in the way.
+                self.host.makedirs(directory, 0o700)
+            self._reap(directory)
+        return directory
 
     def _reap(self, directory: HostPath) -> None:
         # A killed run leaves its part behind. A live one writes to its own all the time.
