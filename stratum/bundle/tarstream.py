@@ -65,8 +65,10 @@ class Readable(Protocol):
 
 def shown(name: object) -> str:
     """``name`` for a message: ASCII only, everything else escaped, so that any terminal can print it."""
-    text = name.decode("utf-8", "backslashreplace") if isinstance(name, bytes) else str(name)
-    text = ascii(text)[1:-1]
+    try:
+        text = ascii(name.decode("utf-8") if isinstance(name, bytes) else str(name))[1:-1]
+    except UnicodeDecodeError:
+        text = repr(name)[2:-1]
     return text if len(text) <= 300 else f"{text[:300]}..."
 
 
