@@ -21,7 +21,7 @@ import build_zipapp
 from pyzbuild import elf, lock
 from pyzbuild.archive import SHEBANG, TooLargeError, write_archive
 from pyzbuild.wheels import COMPILED_MODULES
-from tests.pyz import ROOT, built_pyz, default_cache
+from tests.pyz import ROOT, USE_EVERYTHING, built_pyz, default_cache
 from tests.unit.conftest import interpreters
 
 EMPTY_ENVIRONMENT = {"PATH": "/usr/bin:/bin"}
@@ -59,35 +59,6 @@ boot.start()
 
 def python(interpreter: str, pyz: Path, code: str, *places: Path, **more: object) -> subprocess.CompletedProcess[str]:
     return run(*python_command(interpreter, pyz, code, *places), **more)
-
-
-USE_EVERYTHING = """
-from stratum import boot
-boot.require_compiled(persist={persist})
-import yaml, requests, zstandard, tqdm
-from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PublicKey
-key = Ed25519PublicKey.from_public_bytes(bytes.fromhex(
-    "d75a980182b10ab7d54bfed3c964073a0ee172f3daa62325af021a68f707511a"))
-# RFC 8032, section 7.1, test 1: the signature of the empty message.
-signature = bytes.fromhex("e5564300c360ac729086e2cc806e828a84877f1eb8e5d974d873e065224901555fb8821590a33bac"
-                          "c61e39701cf9b46bd25bf5f0595bbe24655141438e7a100b")
-key.verify(signature, b"")
-try:
-    key.verify(signature, b"x")
-except Exception as error:
-    assert type(error).__name__ == "InvalidSignature"
-else:
-    raise AssertionError("a wrong signature was accepted")
-frame = bytes.fromhex("28b52ffd2005290000") + b"hello"
-assert zstandard.ZstdDecompressor().decompress(frame) == b"hello"
-assert yaml.safe_load("a: [1, {{b: c}}]") == {{"a": [1, {{"b": "c"}}]}}
-assert requests.Request("GET", "http://localhost/").prepare().url == "http://localhost/"
-import sys
-for module in list(sys.modules.values()):
-    place = getattr(module, "__file__", None) or ""
-    assert "site-packages" not in place and "dist-packages" not in place, place
-print(sys.modules["zstandard.backend_c"].__file__)
-"""
 
 
 # It runs everywhere
