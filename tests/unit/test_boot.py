@@ -189,7 +189,7 @@ def test_the_running_interpreter_describes_itself() -> None:
 
 
 def test_root_has_places_that_do_not_depend_on_the_environment() -> None:
-    paths = [place.path for place in places_for(0, {"XDG_CACHE_HOME": "/tmp/evil", "HOME": "/tmp/evil"}.get)]
+    paths = [place.path for place in places_for(0, lambda name: "/tmp/evil")]
     assert paths == [
         "/var/lib/stratum/runtime",
         "/opt/stratum/runtime",
@@ -199,11 +199,11 @@ def test_root_has_places_that_do_not_depend_on_the_environment() -> None:
 
 
 def test_a_user_without_home_still_has_places() -> None:
-    paths = [place.path for place in places_for(424242, {}.get)]
+    paths = [place.path for place in places_for(424242, lambda name: None)]
     assert paths == ["/run/user/424242/stratum"]
-    relative = [place.path for place in places_for(424242, {"XDG_CACHE_HOME": "cache"}.get)]
+    relative = [place.path for place in places_for(424242, lambda name: "cache")]
     assert relative == paths
-    absolute = places_for(424242, {"XDG_CACHE_HOME": "/c/cache"}.get)[0]
+    absolute = places_for(424242, lambda name: "/c/cache")[0]
     assert absolute == Place("/c/cache/stratum", 0o700, base="/c")
 
 

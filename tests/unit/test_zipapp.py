@@ -37,10 +37,11 @@ PUBLIC_KEY = (
 )
 
 
-def run(*command: str, env: Optional[dict[str, str]] = None, **more: object) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(  # type: ignore[call-overload, no-any-return]
-        command, env=EMPTY_ENVIRONMENT if env is None else env, capture_output=True, text=True, timeout=120, **more
-    )
+def run(
+    *command: str, env: Optional[dict[str, str]] = None, cwd: Optional[Path] = None
+) -> subprocess.CompletedProcess[str]:
+    env = EMPTY_ENVIRONMENT if env is None else env
+    return subprocess.run(command, env=env, cwd=cwd, capture_output=True, text=True, check=False, timeout=120)
 
 
 def python_command(interpreter: str, pyz: Path, code: str, *places: Path) -> list[str]:
@@ -57,8 +58,15 @@ boot.start()
     return [interpreter, "-I", "-S", "-B", "-c", start + code]
 
 
-def python(interpreter: str, pyz: Path, code: str, *places: Path, **more: object) -> subprocess.CompletedProcess[str]:
-    return run(*python_command(interpreter, pyz, code, *places), **more)
+def python(
+    interpreter: str,
+    pyz: Path,
+    code: str,
+    *places: Path,
+    env: Optional[dict[str, str]] = None,
+    cwd: Optional[Path] = None,
+) -> subprocess.CompletedProcess[str]:
+    return run(*python_command(interpreter, pyz, code, *places), env=env, cwd=cwd)
 
 
 # It runs everywhere
