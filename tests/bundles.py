@@ -38,6 +38,8 @@ AMD64 = Platform("linux", "amd64")
 ARM64 = Platform("linux", "arm64")
 IMAGE_CONFIG = "application/vnd.oci.image.config.v1+json"
 BLOCK = 512
+# Tests that cut or change a bundle take a sample of the places; all of them take minutes.
+EVERY_BYTE = os.environ.get("STRATUM_TEST_EVERY_BYTE") == "1"
 
 
 @functools.cache
