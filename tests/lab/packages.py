@@ -58,7 +58,7 @@ def _download(target: Path, suite: str, names: tuple[str, ...], architecture: st
         "Dir::State::Lists": state / "lists", "Dir::State::status": state / "status",
         "Dir::Cache": state / "cache", "APT::Architecture": architecture,
         "APT::Architectures": architecture, "APT::Sandbox::User": "root", "Acquire::Languages": "none",
-        "Acquire::Retries": "3",
+        "Acquire::Retries": "3", "Acquire::Check-Valid-Until": "false",
     }
     apt = ["apt-get", "-q", *(f"-o{name}={value}" for name, value in options.items())]
     tools.tool([*apt, "update"], timeout=600)
