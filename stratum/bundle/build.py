@@ -239,10 +239,10 @@ class Builder:
         return dict(stack.enter_context(open_entries(self.host, located, self.scratch)))
 
     def _whole(self, located: Located) -> Entry:
-        # A downloaded program has no mode of its own; what is taken whole is one, unless `mode` says otherwise.
-        return Entry(
-            located.source.file_name, "file", True, located.size or 0, open=lambda: self.host.open(located.path)
-        )
+        # A download has no mode of its own; what is taken whole is a program, unless `mode` says otherwise.
+        source, path = located.source, located.path
+        executable = source.kind == "url" or bool(self.host.stat(path).st_mode & 0o111)
+        return Entry(source.file_name, "file", executable, located.size or 0, open=lambda: self.host.open(path))
 
     def _image(self, platform: Platform, rule: ImageRule, located: dict[Source, Located]) -> StoredImage:
         source = rule.source.for_platform(platform)

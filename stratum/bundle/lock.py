@@ -20,6 +20,8 @@ from stratum.errors import BundleError, StratumError
 __all__ = ["Compression", "Lock", "LockMismatchError", "parse_lock"]
 
 _VERSION = 1
+# What is compared first says most: other content always means another layer, which has another size.
+_ORDER = ("version", "diffID", "sha256", "manifest", "layer", "files", "size")
 _UPDATE = "if the change is wanted, build with --update-lock and review the lock"
 
 
@@ -106,8 +108,7 @@ class Lock:
         for kind, known, found in groups:
             for subject in sorted(found):
                 entry = known.get(subject)
-                # diffID before layer: other content always means another layer, and says more.
-                for name in sorted(found[subject], key=lambda item: (item == "layer", item)):
+                for name in sorted(found[subject], key=_ORDER.index):
                     yield f"{kind} {subject}", name, None if entry is None else entry.get(name), found[subject][name]
 
     def completed_from(self, old: Optional[Lock], platforms: set[str]) -> Lock:

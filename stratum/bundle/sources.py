@@ -82,7 +82,8 @@ class SourceFinder:
         return Located(source, path, sha256, size)
 
     def _local(self, location: str) -> HostPath:
-        return HostPath(posixpath.normpath(self.base / location))
+        # A definition is UTF-8 whatever the locale, and so are the names that it means.
+        return HostPath(posixpath.normpath(self.base / os.fsdecode(location.encode("utf-8"))))
 
     def _locked(self, source: Source) -> Optional[str]:
         if self.lock is None:
@@ -188,7 +189,7 @@ def _directory_entries(host: Host, top: HostPath) -> dict[str, Entry]:
 
     def add(path: HostPath, info: os.stat_result, relative: str) -> None:
         if stat.S_ISLNK(info.st_mode):
-            found[relative] = Entry(relative, "symlink", target=host.readlink(path))
+            found[relative] = Entry(relative, "symlink", target=_as_utf8(host.readlink(path)))
         elif stat.S_ISREG(info.st_mode):
             found[relative] = Entry(
                 relative, "file", bool(info.st_mode & 0o111), info.st_size, open=lambda: host.open(path)
@@ -200,14 +201,19 @@ def _directory_entries(host: Host, top: HostPath) -> dict[str, Entry]:
         for name in host.listdir(path):
             info = host.lstat(path / name)
             if stat.S_ISDIR(info.st_mode):
-                walk(path / name, f"{prefix}{name}/")
+                walk(path / name, f"{prefix}{_as_utf8(name)}/")
             else:
-                add(path / name, info, prefix + name)
+                add(path / name, info, prefix + _as_utf8(name))
             if len(found) > _ENTRIES_LIMIT:
                 raise StratumError("directory-too-large", f"{top}: more than {_ENTRIES_LIMIT} entries")
 
     walk(top, "")
     return found
+
+
+def _as_utf8(name: str) -> str:
+    # The bytes count: in another locale the same name would come out as other text, and go into another bundle.
+    return os.fsencode(name).decode("utf-8", "surrogateescape")
 
 
 # -- tar --------------------------------------------------------------------------------------------

@@ -7,14 +7,13 @@ beside the target, on its file system; what a killed build leaves of it is remov
 from __future__ import annotations
 
 import contextlib
-import errno
 import fcntl
 import hashlib
 import json
 import os
 import posixpath
 import secrets
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from types import TracebackType
 from typing import BinaryIO, Callable, Optional
@@ -257,22 +256,17 @@ def write_tar(
 ) -> None:
     """Write a bundle as a tar: what proves the rest comes first, then the blobs in the order of use.
 
-    The same bundle gives the same bytes. Raises OSError, :class:`StratumError` when the reader of a pipe left.
+    The same bundle gives the same bytes. Raises OSError.
     """
-    try:
-        for name, data in _small_files(contents):
-            output.write(tar_header(name, "file", mode=0o644, size=len(data)) + data + padding(len(data)))
-        for blob in contents.unique_blobs():
-            output.write(tar_header(f"blobs/sha256/{blob.hex}", "file", mode=0o644, size=blob.size))
-            with open_blob(blob) as file:
-                _copy(file, output, blob, tick)
-            output.write(padding(blob.size))
-        output.write(b"\0" * 1024)
-        output.flush()
-    except OSError as error:
-        if error.errno != errno.EPIPE:
-            raise
-        raise StratumError("pipe-closed", "standard output: the reader left before the bundle was written") from None
+    for name, data in _small_files(contents):
+        output.write(tar_header(name, "file", mode=0o644, size=len(data)) + data + padding(len(data)))
+    for blob in contents.unique_blobs():
+        output.write(tar_header(f"blobs/sha256/{blob.hex}", "file", mode=0o644, size=blob.size))
+        with open_blob(blob) as file:
+            _copy(file, output, blob, tick)
+        output.write(padding(blob.size))
+    output.write(b"\0" * 1024)
+    output.flush()
 
 
 def _copy(file: BinaryIO, output: BinaryIO, blob: Descriptor, tick: Callable[[int], None]) -> None:
@@ -300,8 +294,3 @@ def output_form(host: Host, output: str, form: Optional[str]) -> str:
     if output.endswith("/") or host.is_dir(HostPath(posixpath.abspath(output))):
         return "directory"
     return "tar"
-
-
-def total_size(blobs: Iterable[Descriptor]) -> int:
-    """The bytes of some blobs."""
-    return sum(item.size for item in blobs)

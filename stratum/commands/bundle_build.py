@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import os
-import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import BinaryIO, Optional
@@ -30,7 +29,7 @@ from stratum.bundle.write import (
     write_tar,
 )
 from stratum.commands.bundle_keys import local_path, make_signature, read_secret_key, read_small
-from stratum.errors import ExitCode, UsageError
+from stratum.errors import ExitCode, StratumError, UsageError
 from stratum.scripts.context import Context
 from stratum.system import HostPath
 
@@ -186,9 +185,11 @@ def _publish(context: Context, plan: _Plan, store: BlobStore, contents: Contents
     elif plan.form == "tar":
         publish_file(context.host, plan.target, write)
     else:
-        sys.stdout.flush()
-        with open(1, "wb", closefd=False) as output:
-            write(output)
+        try:
+            with open(1, "wb", closefd=False) as output:
+                write(output)
+        except BrokenPipeError:
+            raise StratumError("pipe-closed", "standard output: the reader left before the end of the bundle") from None
 
 
 def _report(context: Context, plan: _Plan, built: BuiltBundle, locked: bool, signer: Optional[str]) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 from collections.abc import Mapping, Sequence
 from typing import Optional
 
@@ -266,12 +267,16 @@ def _unpack(context: Context, bundle: VerifiedBundle, chosen: Sequence[Component
 
 def _merge(host: Host, component: Component, part: HostPath, tree: HostPath) -> None:
     """Move what was unpacked into the tree; components share nothing but directories."""
+    directories = []
     for entry in component.files:
-        if entry.type != "directory":
-            host.makedirs((tree / entry.path).parent, 0o755)
-            host.rename(part / entry.path, tree / entry.path)
-    # Last, and from below: a directory that nobody may write to takes no files either.
-    for entry in sorted(component.files, key=lambda item: item.path, reverse=True):
+        # Names are UTF-8 whatever the locale says.
+        name = os.fsdecode(entry.path.encode("utf-8"))
         if entry.type == "directory":
-            host.makedirs(tree / entry.path, 0o755)
-            host.chmod(tree / entry.path, entry.mode)
+            directories.append((name, entry.mode))
+            continue
+        host.makedirs((tree / name).parent, 0o755)
+        host.rename(part / name, tree / name)
+    # Last, and from below: a directory that nobody may write to takes no files either.
+    for name, mode in sorted(directories, reverse=True):
+        host.makedirs(tree / name, 0o755)
+        host.chmod(tree / name, mode)

@@ -18,8 +18,8 @@ from pathlib import Path
 from typing import Any, Callable, Optional, Union
 
 from stratum.commands import bundle
-from stratum.scripts.context import Context
 from stratum.output import Output
+from stratum.scripts.context import Context
 from stratum.system import Host
 
 ROOT = Path(__file__).resolve().parents[2]
