@@ -107,8 +107,9 @@ class Target:
             have = f"{self.machine} with a {self.bits}-bit interpreter"
             return f"this machine is {have}; the compiled parts are for {machines}", "use a stratum.pyz built for it"
         if self.key not in keys:
-            newer = "use a newer stratum.pyz or " if self.version[1] > carried[-1][0] else ""
-            return f"this is {running}; the compiled parts need CPython {pythons}", newer + another
+            return f"this is {running}; the compiled parts need CPython {pythons}", (
+                f"use a stratum.pyz that is built for it, or {another}"
+            )
         name, _, release = self.libc.partition(" ")
         if name != "glibc" or "musl" in self.suffix:
             return "this machine's C library is not glibc (musl?); the compiled parts need glibc", (
