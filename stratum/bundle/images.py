@@ -82,19 +82,24 @@ def _named(descriptor: Descriptor, data: bytes, where: str, platform: Platform) 
     if not found:
         raise malformed(where, f"an image index with nothing for {platform}")
     # The first match is the one that containerd would take; attestations have no platform of ours.
-    return found[:1]
+    return [_check_image(found[0])]
+
+
+def _check_image(descriptor: Descriptor) -> Descriptor:
+    if not is_index(descriptor) and not is_manifest(descriptor):
+        raise malformed("index.json", f"{descriptor.digest} ({shown(descriptor.media_type)}) is no container image")
+    return descriptor
 
 
 def _resolve(top: Descriptor, read: Callable[[Descriptor], bytes], platform: Platform) -> Image:
-    here = top
+    here = _check_image(top)
     for _ in range(_DEPTH_MOST):
-        if not is_index(here) and not is_manifest(here):
-            break
         named = _named(here, read(here), f"blob {here.digest}", platform)
         if is_manifest(here):
-            return Image(image_name(top, here), (here, *named))
+            manifest = Descriptor(here.media_type, here.digest, here.size)
+            return Image(_image_name(top, here), (manifest, *named))
         here = named[0]
-    raise malformed("index.json", f"{top.digest} ({shown(top.media_type)}) leads to no image manifest")
+    raise malformed("index.json", f"{top.digest} is an index of indexes, more than {_DEPTH_MOST} deep")
 
 
 def _distinct(images: Iterable[Image]) -> list[Image]:
@@ -167,8 +172,9 @@ class ImageStore:
     def begin(self, tops: Iterable[Descriptor], wanted: Wanted) -> Importer:
         """Start to bring the images ``tops`` here: the blobs that are missing are added to ``wanted``.
 
-        Removes what an earlier run, cut off in the middle, left behind. Raises OSError.
+        Removes what an earlier run, cut off in the middle, left behind. Raises OSError and :class:`BundleError`.
         """
+        tops = [_check_image(top) for top in tops]
         directory = self._blobs.parent.parent
         self._host.makedirs(directory.parent)
         self._host.makedirs(self._blobs, 0o700)
