@@ -37,14 +37,16 @@ class Removal:
     left: list[Left] = field(default_factory=list)
 
 
-def plan_removal(work: Work, *, keep: Sequence[HostPath] = ()) -> Removal:
+def plan_removal(work: Work, *, keep: Sequence[HostPath] = (), released: Sequence[HostPath] = ()) -> Removal:
     """What to do so that nothing in the receipt is there any more, except the trees in ``keep``.
+
+    ``released`` are paths that will be gone by then.
 
     Plans only; raises OSError when the host cannot be read.
     """
     removal = Removal()
     host, receipt = work.host, work.receipt
-    gone: set[HostPath] = {RECEIPT_PATH, JOURNAL_PATH}
+    gone: set[HostPath] = {RECEIPT_PATH, JOURNAL_PATH, *released}
     barred = _barred(receipt, removal)
     for entry in sorted(receipt, key=lambda item: item.path.parts, reverse=True):
         if any(parent in barred for parent in (entry.path, *entry.path.parents)):

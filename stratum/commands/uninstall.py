@@ -14,7 +14,7 @@ from typing import Callable
 
 from stratum import lock
 from stratum.errors import ExitCode, StratumError
-from stratum.host import mounts, network, persistence, systemd
+from stratum.host import masquerade, mounts, network, persistence, systemd
 from stratum.node import cni, containerd
 from stratum.node.layout import Layout
 from stratum.node.stack import UNITS, Stack
@@ -97,10 +97,11 @@ def plan_unmount(context: Context) -> list[Action]:
 
 
 def plan_network(context: Context) -> list[Action]:
-    """Remove our bridge; the containers' own interfaces and rules went with the containers."""
+    """Remove our bridge and our firewall table; the containers' own interfaces went with the containers."""
+    actions = masquerade.plan_removal(context.host)
     if not network.interface_exists(context.host, cni.BRIDGE):
-        return []
-    return [Call("remove bridge", cni.BRIDGE, lambda: network.remove_bridge(context.host, cni.BRIDGE))]
+        return actions
+    return [*actions, Call("remove bridge", cni.BRIDGE, lambda: network.remove_bridge(context.host, cni.BRIDGE))]
 
 
 def plan_stop_supervisor(context: Context) -> list[Action]:
@@ -176,7 +177,9 @@ def uninstall(context: Context, work: Work, *, keep_data: bool, dry_run: bool) -
                         else "the node runs as before"
                     )
             raise
-    removal = plan_removal(work, keep=(containerd.DATA_ROOT,) if keep_data else ())
+    # A dry run has not released the attachments that the real one has by now.
+    released = [attachment.path for attachment in cni.read_attachments(context.host)] if dry_run else []
+    removal = plan_removal(work, keep=(containerd.DATA_ROOT,) if keep_data else (), released=released)
     try:
         deleted = perform(context, work, "uninstall", delete_steps(context, removal), dry_run=dry_run)
     except StratumError as error:

@@ -119,6 +119,7 @@ def build_steps(context: Context, work: Work, stack: Stack, target: Target) -> l
         Step("activate", "make the version current", lambda: node_script.plan_activate(work, layout, record)),
     ]
     if live:
+        steps += stack_script.network_steps(stack)
         steps += stack_script.start_steps(stack)
         steps += image_script.import_steps(context, stack, record)
     return [*steps, Step("enable", "start at boot", lambda: persistence.plan_enablement(work))]

@@ -31,10 +31,10 @@ UNIT_DIRS = tuple(
 )
 # What up runs outside of the bundle, and why.
 COMMANDS = {"systemctl": "units are managed with it", "journalctl": "logs and errors are read with it"}
-# Programs that some functions need and a container host can do without.
+# Programs that some functions need and a container host can do without: any one of each group.
 OPTIONAL_COMMANDS = {
-    "iptables": "containers get no address translation to the outside",
-    "modprobe": "kernel modules must be loaded already",
+    ("nft", "iptables"): "containers get no address translation to the outside",
+    ("modprobe",): "kernel modules must be loaded already",
 }
 _WRITABLE = ("/etc/stratum", "/etc/systemd/system", "/opt/stratum", "/var/lib/stratum", "/run", "/usr/local/bin")
 OWNED = HostPath("/opt/stratum")
@@ -133,9 +133,9 @@ def check_commands(host: Host) -> list[Finding]:
         if host.which(name) is None
     ]
     return missing + [
-        Finding("optional-commands", WARN, f"{name} is not installed: {why}", f"install the package that has {name}")
-        for name, why in OPTIONAL_COMMANDS.items()
-        if host.which(name) is None
+        Finding("optional-commands", WARN, f"no {' or '.join(group)} here: {why}", f"install {group[0]} if you need it")
+        for group, why in OPTIONAL_COMMANDS.items()
+        if not any(host.which(name) for name in group)
     ]
 
 
@@ -317,7 +317,7 @@ CHECKS: Mapping[str, str] = {
     "cgroup-v2": "cgroup v2 alone at /sys/fs/cgroup",
     "kernel": "kernel 4.19.57 or later",
     "commands": "systemctl and journalctl are there",
-    "optional-commands": "iptables and modprobe are there",
+    "optional-commands": "nft or iptables, and modprobe, are there",
     "writable-paths": "the directories that up writes to are writable",
     "noexec": "programs can be run from /opt/stratum and /usr/local/bin",
     "disk-space": "room for everything that will be unpacked",

@@ -29,6 +29,7 @@ __all__ = [
     "read_attachments",
     "release_attachment",
     "render_network",
+    "subnet_in_force",
 ]
 
 NETWORK = "stratum"
@@ -44,13 +45,16 @@ _CANDIDATES = ("10.215.0.0/16", "10.216.0.0/16", "172.27.0.0/16", "192.168.215.0
 _PLUGIN_TIMEOUT = 30.0
 
 
-def render_network(subnet: str, *, masquerade: bool) -> bytes:
-    """The bridge network for containers that no cluster network serves."""
+def render_network(subnet: str) -> bytes:
+    """The bridge network for containers that no cluster network serves.
+
+    ``ipMasq`` is off: the rules that it makes for each container outlive the container, see host/masquerade.py.
+    """
     bridge = {
         "type": "bridge",
         "bridge": BRIDGE,
         "isGateway": True,
-        "ipMasq": masquerade,
+        "ipMasq": False,
         "hairpinMode": True,
         "ipam": {
             "type": "host-local",
@@ -83,16 +87,23 @@ def _routed(host: Host) -> list[ipaddress.IPv4Network]:
     return found
 
 
+def subnet_in_force(host: Host) -> Optional[str]:
+    """The subnet of the bridge network that is configured, None when there is none or it is not ours to read."""
+    try:
+        known = json.loads(host.read_bytes(CONFIG_PATH))["plugins"][0]["ipam"]["ranges"][0][0]["subnet"]
+        return str(ipaddress.IPv4Network(known))
+    except (OSError, ValueError, KeyError, IndexError, TypeError):
+        return None
+
+
 def choose_subnet(host: Host) -> str:
     """The subnet for the bridge: the one in force, else the first that overlaps no route of the host.
 
     Raises :class:`StratumError` when every candidate overlaps.
     """
-    try:
-        known = json.loads(host.read_bytes(CONFIG_PATH))["plugins"][0]["ipam"]["ranges"][0][0]["subnet"]
-        return str(ipaddress.IPv4Network(known))
-    except (OSError, ValueError, KeyError, IndexError, TypeError):
-        pass
+    known = subnet_in_force(host)
+    if known is not None:
+        return known
     routed = _routed(host)
     for candidate in _CANDIDATES:
         if not any(ipaddress.IPv4Network(candidate).overlaps(network) for network in routed):

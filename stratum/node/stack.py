@@ -23,7 +23,8 @@ UNITS = (UNIT_CONTAINERD,)
 STARTED = HostPath("/run/stratum/started.json")
 GATE_TIMEOUT = 120.0  # seconds that containerd has to answer its first call
 _GRACE = 10.0  # seconds that containers have to end by themselves
-_CGROUPS = HostPath("/sys/fs/cgroup")
+# containerd puts containers without a systemd slice below a group named after their namespace.
+CONTAINER_CGROUPS = tuple(HostPath("/sys/fs/cgroup") / name for name in (containerd.NAMESPACE, "k8s.io"))
 
 
 def join_errors(errors: Sequence[StratumError], doing: str) -> None:
@@ -108,16 +109,14 @@ class Stack:
         return reaper.with_descendants(everybody, reaper.find_shims(everybody, containerd.ADDRESS))
 
     def reap(self) -> list[StratumError]:
-        """End what outlived the units, take its network attachments back, remove its empty cgroups."""
-        errors = reaper.end_processes(self.host, self.shims())
-        errors += self.release_network()
-        for namespace in (containerd.NAMESPACE, "k8s.io"):
-            remove_empty_cgroups(self.host, _CGROUPS / namespace)
-        return errors
+        """End what outlived the units."""
+        return reaper.end_processes(self.host, self.shims())
 
-    def release_network(self) -> list[StratumError]:
-        """Give back the addresses and rules of containers that are gone."""
+    def release(self) -> list[StratumError]:
+        """Give back what containers that are gone held: addresses, rules, empty cgroups."""
         errors: list[StratumError] = []
+        for group in CONTAINER_CGROUPS:
+            remove_empty_cgroups(self.host, group)
         for attachment in cni.read_attachments(self.host):
             try:
                 cni.release_attachment(self.host, attachment, self.layout.cni_bin_dir)

@@ -122,8 +122,7 @@ def plan_network(work: Work, layout: Layout, plugins: tuple[str, ...]) -> list[A
     """The bridge network and the links to the plugins, when the bundle has plugins."""
     if "bridge" not in plugins:
         return plan_directory(work.host, cni.CONFIG_PATH.parent)
-    masquerade = work.host.which("iptables") is not None
-    network = cni.render_network(cni.choose_subnet(work.host), masquerade=masquerade)
+    network = cni.render_network(cni.choose_subnet(work.host))
     return plan_file(work, cni.CONFIG_PATH, network) + cni.plan_plugin_links(work, plugins, layout.cni_bin_dir)
 
 

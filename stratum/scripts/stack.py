@@ -6,9 +6,9 @@ import functools
 from collections.abc import Sequence
 
 from stratum.errors import CommandError, StratumError
-from stratum.host import persistence, systemd
+from stratum.host import masquerade, persistence, systemd
 from stratum.node import cni
-from stratum.node.stack import UNITS, Stack, join_errors
+from stratum.node.stack import CONTAINER_CGROUPS, UNITS, Stack, join_errors
 from stratum.scripts.context import Context
 from stratum.steps import Action, Call, Command, Step
 
@@ -93,6 +93,7 @@ def stop_steps(stack: Stack, units: Sequence[str], *, containers: bool) -> list[
     steps.append(Step("stop", "stop the units", lambda: plan_stop(stack, tuple(units))))
     if containers:
         steps.append(Step("end-shims", "end what outlived containerd", lambda: plan_reap(stack)))
+        steps.append(Step("release", "give back what the containers held", lambda: plan_release(stack)))
     return steps
 
 
@@ -117,14 +118,29 @@ def supervisor_steps(context: Context) -> list[Step]:
     return [Step("watch", "start the supervisor", plan)]
 
 
+def plan_release(stack: Stack) -> list[Action]:
+    """Give back what containers that are gone still hold in the network and among the cgroups."""
+    held = [attachment.container for attachment in cni.read_attachments(stack.host)]
+    held += [str(group) for group in CONTAINER_CGROUPS if stack.host.is_dir(group)]
+    if not held:
+        return []
+    return [Call("release", ", ".join(held), lambda: join_errors(stack.release(), "release"))]
+
+
+def plan_masquerade(stack: Stack) -> list[Action]:
+    """Address translation for the container network, where there is one."""
+    subnet = cni.subnet_in_force(stack.host)
+    return masquerade.plan_masquerade(stack.host, subnet) if subnet else []
+
+
 def network_steps(stack: Stack) -> list[Step]:
-    """Give back what containers of an earlier boot held, when none of ours is running."""
+    """The container network of this boot: nothing of an earlier one, and the way out."""
 
-    def plan() -> list[Action]:
-        attachments = cni.read_attachments(stack.host)
-        if not attachments or stack.shims() or stack.ctr.answers():
-            return []
-        names = ", ".join(attachment.container for attachment in attachments)
-        return [Call("release the network of", names, lambda: join_errors(stack.release_network(), "release"))]
+    def plan_stale() -> list[Action]:
+        attached = cni.read_attachments(stack.host)
+        return [] if not attached or stack.shims() or stack.ctr.answers() else plan_release(stack)
 
-    return [Step("release-network", "give back the addresses of containers that are gone", plan)]
+    return [
+        Step("release-network", "give back what containers of an earlier boot held", plan_stale),
+        Step("masquerade", "let containers reach out", lambda: plan_masquerade(stack)),
+    ]
