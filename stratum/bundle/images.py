@@ -97,7 +97,7 @@ def _resolve(top: Descriptor, read: Callable[[Descriptor], bytes], platform: Pla
         named = _named(here, read(here), f"blob {here.digest}", platform)
         if is_manifest(here):
             manifest = Descriptor(here.media_type, here.digest, here.size)
-            return Image(_image_name(top, here), (manifest, *named))
+            return Image(image_name(top, here), (manifest, *named))
         here = named[0]
     raise malformed("index.json", f"{top.digest} is an index of indexes, more than {_DEPTH_MOST} deep")
 
