@@ -7,8 +7,9 @@ import time
 from dataclasses import asdict, dataclass
 from typing import Optional
 
+from stratum import systemd
 from stratum.errors import ExitCode
-from stratum.host import persistence, systemd
+from stratum.host import persistence
 from stratum.journal import Operation
 from stratum.node.layout import Layout
 from stratum.node.stack import UNITS, Stack

@@ -12,9 +12,9 @@ import functools
 from dataclasses import dataclass
 from typing import Callable
 
-from stratum import lock
+from stratum import lock, systemd
 from stratum.errors import ExitCode, StratumError
-from stratum.host import masquerade, mounts, network, persistence, systemd
+from stratum.host import masquerade, mounts, network, persistence
 from stratum.node import cni, containerd
 from stratum.node.layout import Layout
 from stratum.node.stack import UNITS, Stack

@@ -9,9 +9,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from stratum import atomicfile
+from stratum import atomicfile, systemd
 from stratum.errors import StratumError
-from stratum.host import systemd
 from stratum.steps import Action, Work, plan_file, plan_link
 from stratum.system import Host, HostPath
 

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from typing import Optional
 
-from stratum import boot
+from stratum import boot, systemd
 from stratum.bundle.images import IMAGES_DIRECTORY
 from stratum.bundle.oci import Description
 from stratum.bundle.place import COMPONENTS, Placement, component_dir
 from stratum.bundle.verify import VerifiedBundle
 from stratum.errors import StratumError
-from stratum.host import persistence, program, systemd
+from stratum.host import persistence, program
 from stratum.host.preflight import Need
 from stratum.node import cni, containerd
 from stratum.node.layout import Layout

@@ -5,8 +5,9 @@ from __future__ import annotations
 import functools
 from collections.abc import Sequence
 
+from stratum import systemd
 from stratum.errors import CommandError, StratumError
-from stratum.host import masquerade, persistence, systemd
+from stratum.host import masquerade, persistence
 from stratum.node import cni
 from stratum.node.stack import CONTAINER_CGROUPS, UNITS, Stack, join_errors
 from stratum.scripts.context import Context

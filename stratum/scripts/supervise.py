@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from typing import NoReturn
 
-from stratum import lock
+from stratum import lock, systemd
 from stratum.errors import AlreadyRunningError, NotInstalledError, StratumError
-from stratum.host import systemd
 from stratum.host.notify import notify
 from stratum.node.layout import Layout
 from stratum.node.stack import UNITS, Stack
