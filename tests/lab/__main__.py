@@ -1,7 +1,7 @@
 """``python -m tests.lab``: the lab from the command line.
 
 ``demo``     the main job in a throwaway machine
-``sources``  what bundles/demo.yaml is made of, in dist/demo/sources
+``sources``  what bundles/demo.yaml is made of, in dist/demo
 ``shell``    a shell in a throwaway nspawn machine
 """
 
@@ -11,7 +11,7 @@ import argparse
 import subprocess
 import sys
 
-from tests.lab import demo, roots
+from tests.lab import roots, walkthrough
 from tests.lab.machine import ROOT_ENV, LabError
 from tests.lab.nspawn import NspawnMachine
 
@@ -27,7 +27,9 @@ def shell() -> None:
 
 def main() -> int:
     """Run one command of the lab."""
-    commands = {"demo": demo.demo, "sources": demo.prepare_sources, "shell": shell}
+    commands = {
+        "demo": walkthrough.walk_through, "sources": walkthrough.prepare_sources, "shell": shell,
+    }
     parser = argparse.ArgumentParser(prog="python -m tests.lab", description=__doc__)
     parser.add_argument("command", choices=sorted(commands))
     arguments = parser.parse_args()
