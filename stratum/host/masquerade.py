@@ -44,7 +44,7 @@ def render_nft(subnet: str) -> bytes:
     """The ruleset for ``nft -f``: the table is replaced at once, whatever it held."""
     rule = f"ip saddr {subnet} ip daddr != {subnet} ip daddr != 224.0.0.0/4 masquerade"
     chain = f"chain postrouting {{ type nat hook postrouting priority 100; policy accept; {rule}; }}"
-    return f"table ip {TABLE} {{}}\ndelete table ip {TABLE}\ntable ip {TABLE} {{ {chain} }}\n".encode()
+    return f"table ip {TABLE} {{}}\ndelete table ip {TABLE}\ntable ip {TABLE} {{\n{chain}\n}}\n".encode()
 
 
 def _apply(host: Host, subnet: str) -> None:
