@@ -7,14 +7,13 @@ lock sees to that), so the journal is one small file, replaced whole.
 from __future__ import annotations
 
 import json
-import secrets
 from dataclasses import asdict, dataclass, replace
 from typing import Optional
 
 from stratum import atomicfile
 from stratum.errors import StratumError
 from stratum.receipt import STATE_DIRECTORY
-from stratum.system import Host
+from stratum.system import Host, unguessable
 
 __all__ = ["JOURNAL_PATH", "Journal", "Operation"]
 
@@ -61,7 +60,7 @@ class Journal:
 
     def begin(self, name: str, *, source: Optional[str] = None, target: Optional[str] = None) -> Operation:
         """Record that an operation starts."""
-        self._current = Operation(name, secrets.token_hex(8), self.host.now(), source, target)
+        self._current = Operation(name, unguessable(), self.host.now(), source, target)
         self._write()
         return self._current
 

@@ -6,11 +6,10 @@ what is in it then was left by a run that was cut off.
 
 from __future__ import annotations
 
-import secrets
 
 from stratum.receipt import Entry, Receipt
 from stratum.steps import remove_tree
-from stratum.system import Host, HostPath
+from stratum.system import Host, HostPath, unguessable
 
 __all__ = ["OWN_ROOT", "STAGING", "new_staging", "reap_staging"]
 
@@ -25,7 +24,7 @@ def new_staging(host: Host, receipt: Receipt) -> HostPath:
         receipt.record(*(Entry(path, "directory") for path in [*missing, OWN_ROOT]), Entry(STAGING, "tree"))
         host.makedirs(OWN_ROOT)
         host.mkdir(STAGING, 0o700)
-    path = STAGING / secrets.token_hex(8)
+    path = STAGING / unguessable()
     host.mkdir(path, 0o755)
     return path
 

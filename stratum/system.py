@@ -11,7 +11,6 @@ from __future__ import annotations
 import contextlib
 import errno
 import os
-import secrets
 import signal
 import socket
 import stat
@@ -25,7 +24,7 @@ from typing import IO, BinaryIO, Callable, Optional, Union, cast
 
 from stratum.errors import CommandError, StratumError
 
-__all__ = ["SEARCH_PATH", "Completed", "Host", "HostPath", "PathLike"]
+__all__ = ["SEARCH_PATH", "Completed", "Host", "HostPath", "PathLike", "unguessable"]
 
 HostPath = PurePosixPath
 PathLike = Union[str, PurePosixPath]
@@ -36,6 +35,12 @@ SEARCH_PATH = ("/usr/local/sbin", "/usr/local/bin", "/usr/sbin", "/usr/bin", "/s
 _LINKS_MAX = 40  # as the kernel's own limit, path_resolution(7)
 _STDERR_SHOWN = 600
 _CONNECT_TIMEOUT = 5.0  # seconds
+
+
+def unguessable() -> str:
+    """A name that nobody can guess, for what is made in a directory before it is complete."""
+    # The module `secrets` would do the same and costs a fifth of the start-up time (it imports hmac, random).
+    return os.urandom(8).hex()
 
 
 @dataclass(frozen=True)
@@ -285,25 +290,34 @@ class Host:
             missing.append(candidate)
         made = list(reversed(missing))
         for directory in made:
-            self.mkdir(directory, mode)
+            try:
+                self.mkdir(directory, mode)
+            except FileExistsError:
+                # Another process makes the same directory, as two runs do on their way to the lock.
+                if not self.is_dir(directory):
+                    raise
             self.fsync_dir(directory.parent)
         return made
 
     def temporary_name(self, path: PathLike) -> HostPath:
         """A hidden name beside ``path`` that nobody can guess."""
         wanted = HostPath(str(path))
-        return wanted.with_name(f".{wanted.name}.{secrets.token_hex(8)}.tmp")
+        return wanted.with_name(f".{wanted.name}.{unguessable()}.tmp")
 
     def walk(self, path: PathLike) -> Iterator[tuple[HostPath, os.stat_result]]:
         """Every entry below ``path``, children before their directory; follows no link, crosses no mount."""
         top = HostPath(str(path))
         device = self.lstat(top).st_dev
-        for name in self.listdir(top):
-            child = top / name
+        # A list and no recursion: a container's files may lie deeper than Python's calls can go.
+        pending = [(top / name, False) for name in reversed(self.listdir(top))]
+        while pending:
+            child, entered = pending.pop()
             info = self.lstat(child)
-            if stat.S_ISDIR(info.st_mode) and info.st_dev == device:
-                yield from self.walk(child)
-            yield child, info
+            if not entered and stat.S_ISDIR(info.st_mode) and info.st_dev == device:
+                pending.append((child, True))
+                pending += [(child / name, False) for name in reversed(self.listdir(child))]
+            else:
+                yield child, info
 
     # -- commands -----------------------------------------------------------------------------------
 
@@ -314,10 +328,8 @@ class Host:
 
     def which(self, name: str) -> Optional[str]:
         """Where the program ``name`` is, or None."""
-        if "/" in name:
-            return name if os.access(self.real(name, follow=True), os.X_OK) else None
-        for directory in self.search_path():
-            candidate = f"{directory}/{name}"
+        candidates = [name] if "/" in name else [f"{directory}/{name}" for directory in self.search_path()]
+        for candidate in candidates:
             real = self.real(candidate, follow=True)
             if os.path.isfile(real) and os.access(real, os.X_OK):
                 return candidate
@@ -329,6 +341,8 @@ class Host:
             channel.settimeout(_CONNECT_TIMEOUT)
             try:
                 channel.connect(self.real(path, follow=True))
+            except BlockingIOError:
+                return True  # its queue of connections is full, so somebody is there
             except OSError:
                 return False
             return True
@@ -374,15 +388,20 @@ class Host:
         err: IO[bytes],
     ) -> int:
         # A session of its own: Ctrl-C is for us, and we decide what becomes of the child.
-        process = subprocess.Popen(
-            argv,
-            stdin=subprocess.PIPE if feed else subprocess.DEVNULL,
-            stdout=out,
-            stderr=err,
-            env=self._command_environment(env),
-            cwd="/",
-            start_new_session=True,
-        )
+        try:
+            process = subprocess.Popen(
+                argv,
+                stdin=subprocess.PIPE if feed else subprocess.DEVNULL,
+                stdout=out,
+                stderr=err,
+                env=self._command_environment(env),
+                cwd="/",
+                start_new_session=True,
+            )
+        except OSError as error:
+            # A file cut short, an interpreter that is missing, a noexec mount.
+            why = f"{argv[0]}: cannot be started: {error.strerror}"
+            raise CommandError("command-not-started", why, status=None) from error
         late = threading.Event()
 
         def end() -> None:

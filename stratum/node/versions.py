@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import secrets
 import stat
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -14,7 +13,7 @@ from stratum.errors import StratumError
 from stratum.node.layout import VERSION_FILE, Layout
 from stratum.receipt import Entry, Receipt, content_digest, file_digest
 from stratum.staging import STAGING, new_staging, reap_staging
-from stratum.system import Host, HostPath
+from stratum.system import Host, HostPath, unguessable
 
 __all__ = ["VersionRecord", "assemble", "differences", "read_record", "relink"]
 
@@ -132,7 +131,7 @@ def assemble(layout: Layout, receipt: Receipt, record: VersionRecord, components
             host.makedirs(layout.base)
         receipt.record(*_tree_entries(host, staging, target))
         if host.lexists(target):
-            host.rename(target, STAGING / secrets.token_hex(8))
+            host.rename(target, STAGING / unguessable())
         host.rename(staging, target)
         host.fsync_dir(layout.base)
     finally:
