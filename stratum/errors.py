@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import enum
+from collections.abc import Sequence
 from typing import Optional
 
 __all__ = [
@@ -18,6 +19,7 @@ __all__ = [
     "NotTrustedError",
     "StratumError",
     "UsageError",
+    "join_errors",
 ]
 
 
@@ -158,3 +160,16 @@ class CommandError(StratumError):
         super().__init__(reference, message, hint=hint)
         self.status = status
         self.stderr = stderr
+
+
+def join_errors(errors: Sequence[StratumError], doing: str) -> None:
+    """Raise one error that says all of ``errors``; none hides another. No errors: nothing."""
+    if not errors:
+        return
+    if len(errors) == 1:
+        raise errors[0]
+    raise StratumError(
+        errors[0].reference,
+        f"{doing}: " + "; ".join(error.message for error in errors),
+        hint="; ".join(dict.fromkeys(error.hint for error in errors if error.hint)) or None,
+    )

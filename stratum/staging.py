@@ -6,7 +6,6 @@ what is in it then was left by a run that was cut off.
 
 from __future__ import annotations
 
-
 from stratum.receipt import Entry, Receipt
 from stratum.steps import remove_tree
 from stratum.system import Host, HostPath, unguessable

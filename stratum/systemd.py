@@ -8,7 +8,17 @@ from dataclasses import dataclass
 from stratum.errors import CommandError, StratumError
 from stratum.system import Host
 
-__all__ = ["UnitState", "failed_start", "is_enabled", "journal_tail", "read_units", "start_unit", "stop_unit"]
+__all__ = [
+    "UnitState",
+    "failed_start",
+    "is_enabled",
+    "journal_tail",
+    "quote_argument",
+    "read_units",
+    "restart_unit",
+    "start_unit",
+    "stop_unit",
+]
 
 _CALL_TIMEOUT = 30.0
 _START_TIMEOUT = 180.0
@@ -34,6 +44,13 @@ class UnitState:
 
 
 _PROPERTIES = "Id,LoadState,ActiveState,SubState,MainPID,NeedDaemonReload,DropInPaths"
+
+
+def quote_argument(word: str) -> str:
+    """One argument of an ``ExecStart=`` line: systemd.service(5), "Command lines", and specifiers doubled."""
+    escaped = word.replace("\\", "\\\\").replace('"', '\\"').replace("%", "%%").replace("$", "$$")
+    plain = escaped == word and word and not any(char.isspace() or char in "';" for char in word)
+    return word if plain else f'"{escaped}"'
 
 
 def read_units(host: Host, units: Sequence[str]) -> dict[str, UnitState]:
@@ -84,6 +101,15 @@ def start_unit(host: Host, unit: str) -> None:
     host.run(["systemctl", "reset-failed", unit], timeout=_CALL_TIMEOUT, check=False)
     try:
         host.run(["systemctl", "start", unit], timeout=_START_TIMEOUT)
+    except CommandError as error:
+        raise failed_start(host, unit, error) from None
+
+
+def restart_unit(host: Host, unit: str) -> None:
+    """Restart a unit and wait until systemd calls it started; raises :class:`StratumError` with its journal."""
+    host.run(["systemctl", "reset-failed", unit], timeout=_CALL_TIMEOUT, check=False)
+    try:
+        host.run(["systemctl", "restart", unit], timeout=_STOP_TIMEOUT + _START_TIMEOUT)
     except CommandError as error:
         raise failed_start(host, unit, error) from None
 

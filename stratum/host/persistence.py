@@ -25,13 +25,6 @@ OVERRIDE = HostPath("/run/systemd/system") / f"{UNIT}.d" / "90-no-restart.conf"
 _TIMEOUT = 60.0
 
 
-def quote(word: str) -> str:
-    """One argument of an ``ExecStart=`` line: systemd.service(5), "Command lines", and specifiers doubled."""
-    escaped = word.replace("\\", "\\\\").replace('"', '\\"').replace("%", "%%").replace("$", "$$")
-    plain = escaped == word and word and not any(char.isspace() or char in "';" for char in word)
-    return word if plain else f'"{escaped}"'
-
-
 def render_unit(argv: Sequence[str]) -> bytes:
     """The unit that runs ``argv`` at boot and after a crash.
 
@@ -47,7 +40,7 @@ StartLimitIntervalSec=0
 [Service]
 Type=notify
 NotifyAccess=main
-ExecStart={" ".join(quote(word) for word in argv)}
+ExecStart={" ".join(systemd.quote_argument(word) for word in argv)}
 Restart=always
 RestartSec=10
 KillMode=process

@@ -7,7 +7,6 @@ one does not leave the others running; the errors are joined.
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 from stratum.errors import CommandError, StratumError
@@ -17,7 +16,7 @@ from stratum.node.units import UNIT_CONTAINERD
 from stratum.receipt import file_digest
 from stratum.system import Host, HostPath
 
-__all__ = ["UNITS", "Stack", "join_errors"]
+__all__ = ["CONTAINER_CGROUPS", "UNITS", "Stack"]
 
 UNITS = (UNIT_CONTAINERD,)
 STARTED = HostPath("/run/stratum/started.json")
@@ -25,19 +24,6 @@ GATE_TIMEOUT = 120.0  # seconds that containerd has to answer its first call
 _GRACE = 10.0  # seconds that containers have to end by themselves
 # containerd puts containers without a systemd slice below a group named after their namespace.
 CONTAINER_CGROUPS = tuple(HostPath("/sys/fs/cgroup") / name for name in (containerd.NAMESPACE, "k8s.io"))
-
-
-def join_errors(errors: Sequence[StratumError], doing: str) -> None:
-    """Raise one error that says all of ``errors``; none hides another. No errors: nothing."""
-    if not errors:
-        return
-    if len(errors) == 1:
-        raise errors[0]
-    raise StratumError(
-        errors[0].reference,
-        f"{doing}: " + "; ".join(error.message for error in errors),
-        hint="; ".join(dict.fromkeys(error.hint for error in errors if error.hint)) or None,
-    )
 
 
 @dataclass(frozen=True)

@@ -6,10 +6,10 @@ import functools
 from collections.abc import Sequence
 
 from stratum import systemd
-from stratum.errors import CommandError, StratumError
+from stratum.errors import CommandError, StratumError, join_errors
 from stratum.host import masquerade, persistence
 from stratum.node import cni
-from stratum.node.stack import CONTAINER_CGROUPS, UNITS, Stack, join_errors
+from stratum.node.stack import CONTAINER_CGROUPS, UNITS, Stack
 from stratum.scripts.context import Context
 from stratum.steps import Action, Call, Command, Step
 
@@ -37,10 +37,7 @@ def _start(stack: Stack, unit: str) -> None:
 
 def _restart(stack: Stack, unit: str) -> None:
     # With KillMode=process the containers go on under their shims.
-    try:
-        stack.host.run(["systemctl", "restart", unit], timeout=180.0)
-    except CommandError as error:
-        raise systemd.failed_start(stack.host, unit, error) from None
+    systemd.restart_unit(stack.host, unit)
     stack.wait_ready(unit)
     stack.note_started()
 
