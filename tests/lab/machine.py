@@ -8,6 +8,7 @@ environment, and hands back the true exit status. Tests are written against
 from __future__ import annotations
 
 import abc
+import re
 import shlex
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -202,6 +203,11 @@ class Machine(abc.ABC):
         trace: Optional[TracebackType],
     ) -> None:
         self.stop()
+
+
+def plain(console: bytes) -> str:
+    """Return what a console shows, without colours and carriage returns."""
+    return re.sub(r"\x1b\[[0-9;?]*[A-Za-z]|\r", "", console.decode(errors="replace"))
 
 
 def wait_until(what: str, condition: Callable[[], bool], timeout: float, pause: float = 0.05) -> None:

@@ -27,7 +27,7 @@ from pathlib import Path
 from typing import IO, Optional
 
 from tests.lab import tools
-from tests.lab.machine import ROOT_ENV, Argument, CommandTimeout, LabError, Machine, Result, wait_until
+from tests.lab.machine import ROOT_ENV, Argument, CommandTimeout, LabError, Machine, Result, plain, wait_until
 
 _SUPERVISOR = Path(__file__).with_name("nspawn-supervisor.sh")
 _PREFIX = "stratum-lab-"
@@ -118,7 +118,7 @@ class NspawnMachine(Machine):
         if self._console is None:
             return ""
         with open(f"/proc/self/fd/{self._console.fileno()}", "rb") as log:
-            return log.read().decode(errors="replace").replace("\r", "")
+            return plain(log.read())
 
     def path_in_machine(self, path: Argument) -> Path:
         """Return where a path of the machine is for a program of the outer machine.

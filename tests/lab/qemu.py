@@ -24,7 +24,7 @@ from typing import IO, Optional
 
 from tests.lab import tools
 from tests.lab.agent import AgentError, Ended, GuestAgent
-from tests.lab.machine import Argument, CommandTimeout, LabError, Machine, Result
+from tests.lab.machine import Argument, CommandTimeout, LabError, Machine, Result, plain
 from tests.lab.roots import Disk
 
 #: Seconds for a boot: four times what it takes on two slow cores.
@@ -141,7 +141,7 @@ class QemuMachine(Machine):
         log = None if self._directory is None else self._directory / "console.log"
         if log is None or not log.exists():
             return ""
-        return log.read_text(errors="replace").replace("\r", "")
+        return plain(log.read_bytes())
 
     def copy_in(self, source: Path, target: Argument, mode: int = 0o644) -> None:
         """Copy a file into the machine; big ones go faster as ``files``."""

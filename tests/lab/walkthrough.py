@@ -23,6 +23,9 @@ DEMO = REPOSITORY / "dist/demo"
 # nspawn machines have the outer machine's processor, and the lab's disks are for this one.
 _ARCHITECTURE = "amd64"
 
+# Lines of one command that are shown.
+_SHOWN = 40
+
 
 def prepare_sources(target: Path = DEMO / _ARCHITECTURE) -> None:
     """Put what ``bundles/demo.yaml`` is made of where it looks for it.
@@ -72,7 +75,7 @@ def walk_through() -> None:
         _there(machine, *run, "echo", "a container runs again")
         _there(machine, "stratum", "uninstall", "--dry-run")
         _there(machine, "stratum", "uninstall")
-        _there(machine, "find", "/opt", "/etc/systemd/system", "/sys/class/net", "-newer", "/root/demo.tar")
+        _there(machine, "ls", "/opt", "/etc/systemd/system", "/var/lib", "/sys/class/net")
 
 
 def _say(text: str) -> None:
@@ -91,8 +94,12 @@ def _there(machine: Machine, *argv: str) -> None:
     """Run a command in the machine and show it with all that it says."""
     print(f"\ndemo# {shlex.join(argv)}", flush=True)
     begin = time.monotonic()
-    result = machine.run(argv, timeout=300, check=False)
-    print(result.stdout + result.stderr, end="")
+    # Both outputs in the order in which they come.
+    result = machine.run(["sh", "-c", 'exec "$@" 2>&1', "sh", *argv], timeout=300, check=False)
+    lines = result.lines
+    if len(lines) > _SHOWN:
+        lines[_SHOWN // 2 : -_SHOWN // 2] = [f"    ... {len(lines) - _SHOWN} lines more ..."]
+    print("\n".join(lines))
     print(f"({time.monotonic() - begin:.1f} s)", flush=True)
     if result.status != 0:
         raise LabError(f"exit status {result.status}\n{machine.failure_report()}")
