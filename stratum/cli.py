@@ -22,12 +22,16 @@ __all__ = ["COMMANDS", "build_parser", "main"]
 # name: (module below stratum.commands, summary). A module is imported only when its command runs.
 COMMANDS = {
     "up": ("up", "make this host a container host or node from a bundle"),
+    "upgrade": ("upgrade", "switch to a new version; go back by itself when that fails"),
+    "rollback": ("rollback", "go back to the version that ran before, or to a named one"),
     "preflight": ("preflight", "say whether this host and a bundle are fit for `up`; change nothing"),
     "status": ("status", "show what is installed and running"),
     "start": ("start", "start the node's units"),
     "stop": ("stop", "stop the node's units"),
     "restart": ("restart", "restart the node's units"),
     "versions": ("versions", "list the installed versions"),
+    "remove": ("remove", "remove an installed version"),
+    "prune": ("prune", "remove old versions"),
     "logs": ("logs", "show the journal of the node's units"),
     "exec": ("exec", "run a command in the node's environment"),
     "uninstall": ("uninstall", "remove what Stratum made, and nothing else"),

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import asdict, dataclass, replace
-from typing import Optional
+from typing import Optional, Union
 
 from stratum import atomicfile
 from stratum.errors import StratumError
@@ -30,8 +30,12 @@ class Operation:
     source: Optional[str] = None  # the version that was active
     target: Optional[str] = None  # the version that is to be
     step: Optional[str] = None
-    state: str = "running"  # running, done or failed
+    state: str = "running"  # running, done, failed, or rolled-back
+    proven: bool = False  # the target was seen ready: from here on the way is forward
     error: Optional[str] = None
+
+
+_SETTLED = ("done", "rolled-back")
 
 
 class Journal:
@@ -56,7 +60,7 @@ class Journal:
     def unfinished(self) -> Optional[Operation]:
         """The operation that was cut off or failed, or None."""
         last = self.read()
-        return last if last and last.state != "done" else None
+        return last if last and last.state not in _SETTLED else None
 
     def begin(self, name: str, *, source: Optional[str] = None, target: Optional[str] = None) -> Operation:
         """Record that an operation starts."""
@@ -67,6 +71,25 @@ class Journal:
     def step(self, name: str) -> None:
         """Record that the step ``name`` is about to be done."""
         self._update(step=name)
+
+    def prove(self) -> None:
+        """Record that the target was seen ready."""
+        self._update(proven=True)
+
+    def roll_back(self, error: str) -> None:
+        """Record that the operation failed with ``error`` and that the source runs again."""
+        self._update(state="rolled-back", step=None, error=error)
+
+    def settle(self, state: str) -> None:
+        """Record that the operation that an earlier run left unfinished has come to ``state``."""
+        last = self.read()
+        if last is not None:
+            self._current = replace(last, state=state, step=None)
+            self._write()
+
+    def resume(self) -> None:
+        """Go on writing to the operation that an earlier run left unfinished."""
+        self._current = self.read()
 
     def finish(self) -> None:
         """Record that the operation is complete."""
@@ -80,7 +103,7 @@ class Journal:
         """Write no more: the operation is about to remove the journal itself."""
         self._current = None
 
-    def _update(self, **changes: Optional[str]) -> None:
+    def _update(self, **changes: Union[str, bool, None]) -> None:
         if self._current is None:
             return
         self._current = replace(self._current, **changes)  # type: ignore[arg-type]

@@ -104,6 +104,8 @@ def _others(host: Host, path: HostPath, gone: Iterable[HostPath]) -> list[str]:
 def _close(work: Work, kept: Sequence[Entry]) -> None:
     """The record goes last: until then a run that is cut off can go on."""
     work.journal.close()
+    # Removals are not synced one by one. A power cut after this point must not bring a path back without its entry.
+    work.host.sync()
     if kept:
         work.receipt.forget(
             *(entry.path for entry in work.receipt if entry not in kept and entry.path != STATE_DIRECTORY)

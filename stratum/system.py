@@ -244,6 +244,14 @@ class Host:
         """Set the mode of a file or directory that is not a link; raises OSError."""
         os.chmod(self.real(path), mode)
 
+    def write_control(self, path: PathLike, data: bytes) -> None:
+        """Write to a file of the kernel's (cgroupfs, procfs), which is neither made nor replaced; raises OSError."""
+        descriptor = os.open(self.real(path, follow=True), os.O_WRONLY | os.O_CLOEXEC)
+        try:
+            os.write(descriptor, data)
+        finally:
+            os.close(descriptor)
+
     def fsync(self, file: IO[bytes]) -> None:
         """Flush ``file`` and wait until its bytes are on the disk; raises OSError."""
         file.flush()
@@ -276,6 +284,10 @@ class Host:
             os.sync()
         finally:
             os.close(descriptor)
+
+    def sync(self) -> None:
+        """Wait until everything that was written, anywhere, is on the disks: sync(2)."""
+        os.sync()
 
     def makedirs(self, path: PathLike, mode: int = 0o755) -> list[HostPath]:
         """Make ``path`` and its missing parents, each with exactly ``mode``; the ones made, top first.

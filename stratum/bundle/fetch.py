@@ -12,7 +12,6 @@ import os
 import secrets
 import ssl
 import threading
-import time
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Callable, Optional, TypeVar
@@ -235,7 +234,7 @@ class Fetcher:
 
     def _reap(self, directory: HostPath) -> None:
         # A killed run leaves its part behind. A live one writes to its own all the time.
-        oldest = time.time() - _STALE
+        oldest = self.host.now() - _STALE
         for name in self.host.listdir(directory):
             if name.endswith(".part"):
                 with contextlib.suppress(FileNotFoundError):

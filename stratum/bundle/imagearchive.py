@@ -316,7 +316,7 @@ def _docker_image(archive: _Archive) -> Mapping[str, Any]:
     if len(found) != 1:
         names = sorted(str(tag) for item in sound for tag in tags[id(item)])
         raise archive.error(
-            f"{len(found) or 'no'} image{'s' * (len(found) > 1)} called {wanted} (it holds {', '.join(names) or 'none with a name'})",
+            f"{len(found) or 'no'} image(s) called {wanted} (it holds {', '.join(names) or 'none with a name'})",
             f"name one of them with `reference` ({archive.rule.place})",
         )
     return dict(found[0])

@@ -166,24 +166,37 @@ class ImageStore:
         return all(self.has(item) for item in image.blobs)
 
     def images(self, tops: Iterable[Descriptor]) -> list[Image]:
-        """The images that the index calls ``tops``, from what is here. Raises OSError and :class:`BundleError`."""
-        return _distinct(_resolve(top, self._read, self.platform) for top in tops)
+        """The images that the index calls ``tops``, from what is here.
+
+        Raises :class:`BundleError` for what is wrong, and :class:`StratumError` for what cannot be read.
+        """
+        try:
+            return _distinct(_resolve(top, self._read, self.platform) for top in tops)
+        except OSError as error:
+            raise disk_failure(self._blobs, error) from error
 
     def begin(self, tops: Iterable[Descriptor], wanted: Wanted) -> Importer:
         """Start to bring the images ``tops`` here: the blobs that are missing are added to ``wanted``.
 
-        Removes what an earlier run, cut off in the middle, left behind. Raises OSError and :class:`BundleError`.
+        Removes what an earlier run, cut off in the middle, left behind. Raises :class:`BundleError`, and
+        :class:`StratumError` when the disk fails.
         """
         tops = [_check_image(top) for top in tops]
+        try:
+            self._prepare()
+        except OSError as error:
+            raise disk_failure(self._blobs, error) from error
+        for top in tops:
+            wanted.add(top)
+        return Importer(self._host, self, wanted)
+
+    def _prepare(self) -> None:
         directory = self._blobs.parent.parent
         self._host.makedirs(directory.parent)
         self._host.makedirs(self._blobs, 0o700)
         for name in self._host.listdir(self._blobs):
             if name.startswith(".") and name.endswith(".tmp"):
                 self._host.unlink(self._blobs / name)
-        for top in tops:
-            wanted.add(top)
-        return Importer(self._host, self, wanted)
 
     def store(
         self,
@@ -198,14 +211,11 @@ class ImageStore:
         fails; nothing has changed then.
         """
         tops, wanted = list(tops), Wanted()
-        try:
-            with self.begin(tops, wanted) as importer:
-                for descriptor, blob in source.stream_blobs(wanted):
-                    importer.take(descriptor, blob, progress)
-                importer.publish()
-            return self.images(tops)
-        except OSError as error:
-            raise disk_failure(self._blobs, error) from error
+        with self.begin(tops, wanted) as importer:
+            for descriptor, blob in source.stream_blobs(wanted):
+                importer.take(descriptor, blob, progress)
+            importer.publish()
+        return self.images(tops)
 
 
 class Importer:
@@ -253,15 +263,18 @@ class Importer:
             raise disk_failure(path, error) from error
 
     def publish(self) -> None:
-        """Give every blob its name, once all are on the disk. Raises OSError."""
+        """Give every blob its name, once all are on the disk. Raises :class:`StratumError` when the disk fails."""
         if not self._staged:
             return
         directory = next(iter(self._staged)).parent
-        self._host.syncfs(directory)
-        for path, temporary in list(self._staged.items()):
-            self._host.rename(temporary, path)
-            del self._staged[path]
-        self._host.fsync_dir(directory)
+        try:
+            self._host.syncfs(directory)
+            for path, temporary in list(self._staged.items()):
+                self._host.rename(temporary, path)
+                del self._staged[path]
+            self._host.fsync_dir(directory)
+        except OSError as error:
+            raise disk_failure(directory, error) from error
 
     def discard(self) -> None:
         """Remove what was not published. Raises OSError."""

@@ -75,7 +75,7 @@ class SourceFinder:
             found = self.fetcher.fetch(source.location, expected)
             return Located(source, found.path, found.sha256, found.size)
         path = self._local(source.location)
-        if not self.host.exists(path) or self.host.is_dir(path):
+        if not self.host.exists(path) or not stat.S_ISREG(self.host.stat(path).st_mode):
             raise source.place.error(f"{path}: no such file")
         sha256, size = hash_file(self.host, path)
         self._compare_file(source, path, sha256, locked)

@@ -13,7 +13,9 @@ from __future__ import annotations
 
 import errno
 import hashlib
+import itertools
 import os
+import posixpath
 from collections.abc import Iterable
 from typing import Callable, Optional
 
@@ -211,13 +213,12 @@ class _Tree:
         return self._target / _on_disk(path)
 
     def _make_parents(self, path: str) -> None:
-        parent = path.rpartition("/")[0]
-        if not parent or parent in self._directories:
-            return
-        if parent in self._placed:
-            raise self.error(f"{shown(path)} lies below {shown(parent)}, which is no directory")
-        self._make_parents(parent)
-        self._make_directory(parent, _DIRECTORY_MODE, 0)
+        for parent in itertools.accumulate(path.split("/")[:-1], posixpath.join):
+            if parent in self._directories:
+                continue
+            if parent in self._placed:
+                raise self.error(f"{shown(path)} lies below {shown(parent)}, which is no directory")
+            self._make_directory(parent, _DIRECTORY_MODE, 0)
 
     def _make_directory(self, path: str, mode: int, mtime: int) -> None:
         if path not in self._directories:

@@ -13,6 +13,7 @@ import json
 import os
 import posixpath
 import secrets
+import stat
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from types import TracebackType
@@ -205,6 +206,9 @@ def check_replaceable(host: Host, target: HostPath, *, directory: bool, force: b
     if directory != (host.is_dir(target) and not host.is_link(target)):
         kind = "not a directory" if directory else "a directory"
         raise UsageError("output-exists", f"{target}: exists and is {kind}", hint="give another output")
+    if not directory and not stat.S_ISREG(host.stat(target).st_mode if host.exists(target) else stat.S_IFREG):
+        # As root, a rename over /dev/null would be the end of it.
+        raise UsageError("output-exists", f"{target}: exists and is no regular file", hint="give another output, or -")
     if directory and not is_bundle_directory(host, target):
         raise UsageError("output-exists", f"{target}: exists and is no bundle", hint="give another output")
     if not force:

@@ -11,17 +11,18 @@ import posixpath
 import stat
 import sys
 import time
-from typing import TYPE_CHECKING, Optional
+from typing import TYPE_CHECKING, BinaryIO, Optional
 
 from stratum.atomicfile import create_exclusively
-from stratum.errors import ExitCode, UsageError
+from stratum.errors import BundleNotFoundError, ExitCode, UsageError
 from stratum.scripts.context import Context
 from stratum.system import Host, HostPath
 
 if TYPE_CHECKING:
+    from stratum.bundle.blobs import BundleSource
     from stratum.trust.minisign import SecretKey
 
-__all__ = ["local_path", "make_signature", "read_secret_key", "run_keygen", "run_sign"]
+__all__ = ["local_path", "make_signature", "open_named", "read_secret_key", "run_keygen", "run_sign"]
 
 _PASSWORD_LIMIT = 4096
 
@@ -41,6 +42,16 @@ def read_small(host: Host, text: str, limit: int, what: str) -> bytes:
     if len(data) > limit:
         raise UsageError("file-unreadable", f"{text}: too long for {what}")
     return data
+
+
+def open_named(path: str, stdin: Optional[BinaryIO] = None) -> BundleSource:
+    """Open the bundle that the user named as an argument. Raises BundleNotFoundError, BundleError."""
+    from stratum.bundle.source import open_bundle
+
+    try:
+        return open_bundle(path, stdin=stdin)
+    except BundleNotFoundError as error:
+        raise BundleNotFoundError(error.reference, error.message, hint="check the argument BUNDLE") from None
 
 
 # -- passwords --------------------------------------------------------------------------------------
@@ -183,12 +194,12 @@ def run_sign(context: Context, arguments: argparse.Namespace) -> int:
     if arguments.bundle == "-":
         raise UsageError("no-pipe", "a pipe cannot be signed in place", hint="build with --key, or sign a file")
     from stratum.bundle.signing import add_signature, read_signatures, signature_name
-    from stratum.bundle.source import open_bundle
     from stratum.bundle.verify import check_all_digests, open_verified
 
-    host, path = context.host, local_path(arguments.bundle)
+    # A link stays a link: what it leads to is signed.
+    host, path = context.host, HostPath(os.path.realpath(arguments.bundle))
     secret = read_secret_key(context, arguments.key, arguments.password_file)
-    with open_bundle(str(path)) as source:
+    with open_named(str(path)) as source:
         index_bytes = source.index_bytes
         bundle = open_verified(source, [], insecure=True)
         with context.out.progress("checking", 0) as meter:

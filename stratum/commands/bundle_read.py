@@ -9,12 +9,12 @@ from typing import Optional
 
 from stratum.bundle.document import digest_of
 from stratum.bundle.oci import ARTIFACT_TYPE, Component, Description, Descriptor, Platform
-from stratum.bundle.source import BundleSource, Wanted, open_bundle
+from stratum.bundle.source import BundleSource, Wanted
 from stratum.bundle.tarstream import shown
 from stratum.bundle.unpack import unpack_layer
 from stratum.bundle.verify import VerifiedBundle, check_all_digests, open_verified
 from stratum.bundle.write import staging_directory
-from stratum.commands.bundle_keys import local_path, read_small
+from stratum.commands.bundle_keys import local_path, open_named, read_small
 from stratum.errors import ExitCode, NotTrustedError, UsageError
 from stratum.scripts.context import Context
 from stratum.steps import remove_tree
@@ -47,7 +47,7 @@ def _platform(text: str) -> Platform:
 
 
 def _open(context: Context, arguments: argparse.Namespace) -> BundleSource:
-    return open_bundle(arguments.bundle, stdin=context.stdin)
+    return open_named(arguments.bundle, context.stdin)
 
 
 def _signers(verdict: Optional[Verdict]) -> list[dict[str, object]]:

@@ -22,7 +22,11 @@ def run(context: Context, arguments: argparse.Namespace) -> int:
     layout = Layout(context.host)
     context.require_root("restart")
     context.require_installed(layout.current_link)
-    steps = stack_script.restart_steps(Stack(layout))
+    stack = Stack(layout)
     return run_script(
-        context, "restart", steps, after_lock=stack_script.supervisor_steps(context), dry_run=arguments.dry_run
+        context,
+        "restart",
+        lambda work: stack_script.restart_steps(work, stack),
+        after_lock=stack_script.supervisor_steps(context),
+        dry_run=arguments.dry_run,
     )

@@ -22,7 +22,11 @@ def run(context: Context, arguments: argparse.Namespace) -> int:
     layout = Layout(context.host)
     context.require_root("start")
     context.require_installed(layout.current_link)
-    steps = stack_script.start_steps(Stack(layout))
+    stack = Stack(layout)
     return run_script(
-        context, "start", steps, after_lock=stack_script.supervisor_steps(context), dry_run=arguments.dry_run
+        context,
+        "start",
+        lambda work: stack_script.start_steps(work, stack),
+        after_lock=stack_script.supervisor_steps(context),
+        dry_run=arguments.dry_run,
     )

@@ -27,4 +27,4 @@ def run(context: Context, arguments: argparse.Namespace) -> int:
     # The supervisor first: it would start again what it finds stopped.
     units = (persistence.UNIT, *reversed(UNITS))
     steps = stack_script.stop_steps(Stack(layout), units, containers=arguments.containers)
-    return run_script(context, "stop", steps, dry_run=arguments.dry_run)
+    return run_script(context, "stop", lambda _: steps, dry_run=arguments.dry_run)

@@ -22,6 +22,7 @@ from stratum.receipt import STATE_DIRECTORY
 from stratum.removal import Removal, plan_removal
 from stratum.scripts import stack as stack_script
 from stratum.scripts.context import Context, add_dry_run, add_output, add_root
+from stratum.scripts.recover import recover
 from stratum.scripts.run import load_work, perform, report
 from stratum.steps import Action, Call, Outcome, RemoveDirectory, RemoveFile, Step, Work
 from stratum.system import HostPath
@@ -66,7 +67,12 @@ def put_back(context: Context, stack: Stack, found: Found) -> list[str]:
     attempts: list[tuple[bool, Callable[[], object]]] = [
         (True, lambda: persistence.allow_restart(context.host)),
         (found.enabled, lambda: persistence.enable(context.host)),
-        (found.running, lambda: [action.perform(load_work(context)) for action in stack_script.plan_start(stack)]),
+        (
+            found.running,
+            lambda: [
+                action.perform(load_work(context)) for action in stack_script.plan_start(load_work(context), stack)
+            ],
+        ),
         (found.supervised, lambda: persistence.start_later(context.host)),
     ]
     for wanted, attempt in attempts:
@@ -199,6 +205,8 @@ def run(context: Context, arguments: argparse.Namespace) -> int:
         return int(ExitCode.DONE)
     dry_run = arguments.dry_run
     with contextlib.nullcontext() if dry_run else lock.hold_lock(context.host, "uninstall"):
+        if not dry_run:
+            recover(context, work, Stack(Layout(context.host)), command="uninstall")
         outcome, removal = uninstall(context, work, keep_data=arguments.keep_data, dry_run=dry_run)
         if not dry_run and not context.host.live:
             lock.remove_lock(context.host)

@@ -10,17 +10,15 @@ from __future__ import annotations
 import argparse
 import contextlib
 import signal
-from dataclasses import dataclass
 from typing import Optional
 
 from stratum import boot, lock
-from stratum.bundle import place
 from stratum.bundle.verify import VerifiedBundle
-from stratum.errors import ExitCode, HostRefusedError, StratumError
-from stratum.host import persistence, preflight
+from stratum.errors import ExitCode, StratumError
+from stratum.host import persistence
 from stratum.node.layout import Layout
-from stratum.node.stack import UNITS, Stack
-from stratum.node.versions import VersionRecord, read_record
+from stratum.node.stack import Stack
+from stratum.node.versions import read_record
 from stratum.removal import plan_removal
 from stratum.scripts import images as image_script
 from stratum.scripts import node as node_script
@@ -28,7 +26,9 @@ from stratum.scripts import stack as stack_script
 from stratum.scripts import supervise
 from stratum.scripts.choice import add_bundle_arguments, open_trusted
 from stratum.scripts.context import Context, add_dry_run, add_output, add_root
+from stratum.scripts.recover import recover
 from stratum.scripts.run import load_work, perform, report
+from stratum.scripts.target import Target, check_preflight, target_of_bundle, target_of_version
 from stratum.staging import reap_staging
 from stratum.steps import Outcome, Step, Work
 
@@ -44,47 +44,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
 
 
-@dataclass(frozen=True)
-class Target:
-    """What the host is to become."""
-
-    record: VersionRecord
-    plugins: tuple[str, ...]
-    placement: Optional[place.Placement]
-
-
 def read_target(work: Work, layout: Layout, bundle: Optional[VerifiedBundle]) -> Target:
     """The target, from the bundle or, without one, from the active version."""
     if bundle is not None:
-        placement = place.Placement(work.host, work.receipt, bundle)
-        return Target(node_script.record_of(bundle), node_script.plugins_of(bundle.description), placement)
-    version = layout.current()
-    record = read_record(layout, version) if version else None
-    if record is None:
-        raise StratumError(
-            "version-unreadable", f"{layout.base}/{version}: has no bundle.json", hint="run: stratum up --bundle FILE"
-        )
-    return Target(record, tuple(work.host.listdir(layout.cni_bin_dir)), None)
-
-
-def check_preflight(context: Context, arguments: argparse.Namespace, target: Target) -> None:
-    """The gate: every finding is shown, and one that rejects raises :class:`HostRefusedError`."""
-    findings = preflight.check_host(
-        context.host,
-        needs=node_script.needs(target.placement) if target.placement else (),
-        units=(*UNITS, persistence.UNIT),
-        skip=arguments.skip_check,
-    )
-    for finding in findings:
-        if finding.severity == preflight.WARN:
-            context.out.warn(f"{finding.check}: {finding.message}; {finding.hint}")
-    rejected = [finding for finding in findings if finding.severity == preflight.REJECT]
-    if rejected:
-        raise HostRefusedError(
-            "host-refused",
-            "this host is not fit: " + "; ".join(f"{item.check}: {item.message}" for item in rejected),
-            hint="; ".join(dict.fromkeys(item.hint for item in rejected)),
-        )
+        return target_of_bundle(work, bundle)
+    current = layout.current()
+    assert current is not None, "a bundle is demanded where no version is active"
+    return target_of_version(layout, current)
 
 
 def check_version(layout: Layout, target: Target) -> None:
@@ -120,8 +86,9 @@ def build_steps(context: Context, work: Work, stack: Stack, target: Target) -> l
     ]
     if live:
         steps += stack_script.network_steps(stack)
-        steps += stack_script.start_steps(stack)
+        steps += stack_script.start_steps(work, stack)
         steps += image_script.import_steps(context, stack, record)
+        steps.append(Step("history", "note what is active", lambda: node_script.plan_history(work, record)))
     return [*steps, Step("enable", "start at boot", lambda: persistence.plan_enablement(work))]
 
 
@@ -131,8 +98,6 @@ def _bring_up(context: Context, arguments: argparse.Namespace, work: Work, stack
         target = read_target(work, layout, bundle)
         check_version(layout, target)
         check_preflight(context, arguments, target)
-        if not dry_run:
-            reap_staging(context.host)
         steps = build_steps(context, work, stack, target)
         outcome = perform(
             context, work, "up", steps, dry_run=dry_run, source=layout.current(), target=target.record.version
@@ -170,6 +135,8 @@ def run(context: Context, arguments: argparse.Namespace) -> int:
     with contextlib.nullcontext() if dry_run else lock.hold_lock(context.host, "up"):
         work = load_work(context)
         fresh = not len(work.receipt)
+        if not dry_run:
+            recover(context, work, stack, command="up")
         try:
             outcome = _bring_up(context, arguments, work, stack)
         except BaseException as error:

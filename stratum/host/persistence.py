@@ -136,3 +136,9 @@ def forget(host: Host, units: Sequence[str]) -> None:
     allow_restart(host)
     # A unit that failed stays in systemd's list without its file until that is reset.
     host.run(["systemctl", "reset-failed", UNIT, *units], timeout=_TIMEOUT, check=False)
+
+
+def restart(host: Host) -> None:
+    """Restart the unit without waiting; its supervisor waits for the lock of the run that asks. Raises CommandError."""
+    if installed(host):
+        host.run(["systemctl", "restart", "--no-block", UNIT], timeout=_TIMEOUT)

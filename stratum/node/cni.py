@@ -25,6 +25,7 @@ __all__ = [
     "NETWORK",
     "RESULTS",
     "choose_subnet",
+    "is_ours",
     "plan_plugin_links",
     "read_attachments",
     "release_attachment",
@@ -125,7 +126,7 @@ def plan_plugin_links(work: Work, plugins: Sequence[str], active: HostPath) -> l
     for name in plugins:
         path = HOST_BIN_DIR / name
         target = str(active / name)
-        if work.host.lexists(path) and not _is_ours(work.host, path, active):
+        if work.host.lexists(path) and not is_ours(work.host, path, active):
             continue
         actions += plan_link(work, path, target)
     made = {action.subject for action in actions}
@@ -137,7 +138,8 @@ def _without_repeats(actions: Sequence[Action]) -> list[Action]:
     return list(dict.fromkeys(actions))
 
 
-def _is_ours(host: Host, path: HostPath, active: HostPath) -> bool:
+def is_ours(host: Host, path: HostPath, active: HostPath) -> bool:
+    """Whether ``path`` is a link to a plugin of the active version, as :func:`plan_plugin_links` makes it."""
     return host.is_link(path) and HostPath(host.readlink(path)).parent == active
 
 

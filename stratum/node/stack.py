@@ -10,7 +10,7 @@ import json
 from dataclasses import dataclass
 
 from stratum.errors import CommandError, StratumError
-from stratum.node import cni, containerd, reaper
+from stratum.node import cni, containerd, pods, reaper
 from stratum.node.layout import Layout
 from stratum.node.units import UNIT_CONTAINERD
 from stratum.receipt import file_digest
@@ -91,12 +91,7 @@ class Stack:
 
     def shims(self) -> list[reaper.Process]:
         """The shims of our containerd, and every process below them."""
-        everybody = reaper.read_processes(self.host)
-        return reaper.with_descendants(everybody, reaper.find_shims(everybody, containerd.ADDRESS))
-
-    def reap(self) -> list[StratumError]:
-        """End what outlived the units."""
-        return reaper.end_processes(self.host, self.shims())
+        return pods.find_pods(self.host)
 
     def release(self) -> list[StratumError]:
         """Give back what containers that are gone held: addresses, rules, empty cgroups."""

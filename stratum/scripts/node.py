@@ -13,6 +13,7 @@ from stratum.errors import StratumError
 from stratum.host import persistence, program
 from stratum.host.preflight import Need
 from stratum.node import cni, containerd
+from stratum.node.history import note_activation, read_history
 from stratum.node.layout import Layout
 from stratum.node.stack import UNITS, Stack
 from stratum.node.units import UnitSpec, render_units
@@ -126,10 +127,15 @@ def plan_network(work: Work, layout: Layout, plugins: tuple[str, ...]) -> list[A
     return plan_file(work, cni.CONFIG_PATH, network) + cni.plan_plugin_links(work, plugins, layout.cni_bin_dir)
 
 
+def unit_spec(layout: Layout) -> UnitSpec:
+    """What the units of this node are rendered from."""
+    return UnitSpec(layout.bin_dir, containerd.CONFIG_PATH)
+
+
 def plan_units(work: Work, layout: Layout) -> list[Action]:
     """The units of the stack and the supervisor's; systemd reads them again when one is new."""
     actions: list[Action] = []
-    for unit in render_units(UnitSpec(layout.bin_dir, containerd.CONFIG_PATH)):
+    for unit in render_units(unit_spec(layout)):
         actions += plan_file(work, unit.path, unit.content)
     actions += persistence.plan_unit(work, program.supervisor_argv(work.host))
     actions = list(dict.fromkeys(actions))
@@ -160,6 +166,14 @@ def plan_activate(work: Work, layout: Layout, record: VersionRecord) -> list[Act
     if layout.current() == record.version:
         return []
     return [PlaceLink(layout.current_link, record.version)]
+
+
+def plan_history(work: Work, record: VersionRecord) -> list[Action]:
+    """Note the version that was seen ready, for ``rollback``."""
+    history = read_history(work.host)
+    if history and history[-1].version == record.version:
+        return []
+    return [Call("note", record.version, lambda: note_activation(work.host, work.receipt, record.version))]
 
 
 def print_running(context: Context, stack: Stack) -> None:

@@ -9,11 +9,14 @@ from typing import Callable, Optional
 from stratum.errors import ExitCode
 from stratum.journal import Journal
 from stratum.lock import hold_lock
+from stratum.node.layout import Layout
+from stratum.node.stack import Stack
 from stratum.receipt import STATE_DIRECTORY, Entry, Receipt
 from stratum.scripts.context import Context
+from stratum.scripts.recover import recover
 from stratum.steps import Action, Outcome, Step, Work, run_steps
 
-__all__ = ["load_work", "open_state", "perform", "report", "run_script"]
+__all__ = ["announce", "load_work", "open_state", "perform", "report", "run_script"]
 
 
 def load_work(context: Context) -> Work:
@@ -29,8 +32,10 @@ def open_state(work: Work) -> None:
     work.receipt.record(Entry(STATE_DIRECTORY, "directory"))
 
 
-def _announce(context: Context, dry_run: bool) -> Callable[[Step, Sequence[Action]], None]:
-    def announce(step: Step, actions: Sequence[Action]) -> None:
+def announce(context: Context, dry_run: bool) -> Callable[[Step, Sequence[Action]], None]:
+    """What says each step: its name in a real run, its actions too in a dry one."""
+
+    def say(step: Step, actions: Sequence[Action]) -> None:
         if not dry_run:
             context.out.note(f"{step.name}: {step.summary}")
             return
@@ -38,7 +43,7 @@ def _announce(context: Context, dry_run: bool) -> Callable[[Step, Sequence[Actio
         for action in actions:
             context.out.result(f"    {action.describe()}")
 
-    return announce
+    return say
 
 
 def perform(
@@ -58,9 +63,7 @@ def perform(
         work.journal.begin(name, source=source, target=target)
 
     try:
-        outcome = run_steps(
-            work, steps, dry_run=dry_run, before_first_change=begin, on_step=_announce(context, dry_run)
-        )
+        outcome = run_steps(work, steps, dry_run=dry_run, before_first_change=begin, on_step=announce(context, dry_run))
     except Exception as error:
         if not dry_run:
             with contextlib.suppress(OSError):
@@ -86,16 +89,18 @@ def report(
 def run_script(
     context: Context,
     name: str,
-    steps: Sequence[Step],
+    steps: Callable[[Work], Sequence[Step]],
     *,
     after_lock: Sequence[Step] = (),
     dry_run: bool = False,
 ) -> int:
-    """Run a simple command: its steps under the lock, then those that must not hold it."""
-    work = load_work(context)
+    """Run a simple command: what was cut off is finished, then its steps under the lock, then those without it."""
     # A dry run writes nothing, not even the lock's file.
     with contextlib.nullcontext() if dry_run else hold_lock(context.host, name):
-        outcome = perform(context, work, name, steps, dry_run=dry_run)
-    outcome.performed += run_steps(work, after_lock, dry_run=dry_run, on_step=_announce(context, dry_run)).performed
+        work = load_work(context)
+        if not dry_run:
+            recover(context, work, Stack(Layout(context.host)), command=name)
+        outcome = perform(context, work, name, steps(work), dry_run=dry_run)
+    outcome.performed += run_steps(work, after_lock, dry_run=dry_run, on_step=announce(context, dry_run)).performed
     report(context, name, outcome, dry_run=dry_run)
     return int(ExitCode.DONE)

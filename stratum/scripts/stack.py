@@ -4,47 +4,67 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
+from typing import Optional
 
 from stratum import systemd
 from stratum.errors import CommandError, StratumError, join_errors
 from stratum.host import masquerade, persistence
-from stratum.node import cni
-from stratum.node.stack import CONTAINER_CGROUPS, UNITS, Stack
+from stratum.node import cni, pods
+from stratum.node.backend import Backend, Hooks
+from stratum.node.stack import CONTAINER_CGROUPS, Stack
+from stratum.node.units import UNIT_CONTAINERD
+from stratum.node.versions import VersionRecord
+from stratum.scripts import node
 from stratum.scripts.context import Context
-from stratum.steps import Action, Call, Command, Step
+from stratum.steps import Action, Call, Command, Step, Work
 
-__all__ = ["plan_start", "plan_stop", "restart_steps", "start_steps", "stop_steps"]
-
-
-def plan_start(stack: Stack) -> list[Action]:
-    """Start each unit that is not active, or that runs with other files than those in place now."""
-    states = systemd.read_units(stack.host, UNITS)
-    stale = bool(stack.started_with()) and stack.started_with() != stack.inputs()
-    actions: list[Action] = []
-    for unit in UNITS:
-        if states[unit].active != "active":
-            actions.append(Call("start", unit, functools.partial(_start, stack, unit)))
-        elif stale or not stack.started_with():
-            actions.append(Call("restart", unit, functools.partial(_restart, stack, unit)))
-    return actions
+__all__ = ["make_backend", "plan_start", "plan_stop", "restart_steps", "start_steps", "stop_steps"]
 
 
-def _start(stack: Stack, unit: str) -> None:
-    systemd.start_unit(stack.host, unit)
+def make_backend(
+    work: Work, stack: Stack, *, record: Optional[VersionRecord] = None, previous: Optional[VersionRecord] = None
+) -> Backend:
+    """The stack as the contract's backend, with this node's gates and configuration.
+
+    ``record`` is the version that an upgrade leads to, ``previous`` the one that it would go back to.
+    """
+    gates = {UNIT_CONTAINERD: functools.partial(_gate, stack, UNIT_CONTAINERD)}
+    hooks = Hooks(
+        after_start=gates,
+        after_restart=gates,
+        before_upgrade_start=functools.partial(_configure, work, stack, record) if record else None,
+        before_rollback_start=functools.partial(_configure, work, stack, previous) if previous else None,
+    )
+    return Backend(work, stack.layout, node.unit_spec(stack.layout), hooks)
+
+
+def _gate(stack: Stack, unit: str) -> None:
     stack.wait_ready(unit)
     stack.note_started()
 
 
-def _restart(stack: Stack, unit: str) -> None:
-    # With KillMode=process the containers go on under their shims.
-    systemd.restart_unit(stack.host, unit)
-    stack.wait_ready(unit)
-    stack.note_started()
+def _configure(work: Work, stack: Stack, record: VersionRecord) -> None:
+    """Configuration and plugin links as ``record`` needs them, after the old version has stopped."""
+    join_errors(stack.release(), "release")
+    plugins = stack.layout.version_dir(record.version) / "cni/bin"
+    names = tuple(work.host.listdir(plugins)) if work.host.is_dir(plugins) else ()
+    for action in [*node.plan_configuration(work, record), *node.plan_network(work, stack.layout, names)]:
+        action.perform(work)
 
 
-def start_steps(stack: Stack) -> list[Step]:
+def plan_start(work: Work, stack: Stack) -> list[Action]:
+    """Start each unit that is not active; restart them when they run with other files than those in place now."""
+    backend = make_backend(work, stack)
+    states = systemd.read_units(stack.host, backend.units)
+    if all(states[unit].active == "active" for unit in backend.units):
+        fresh = stack.started_with() == stack.inputs()
+        return [] if fresh else list(backend.restart_steps()[0].plan())
+    return list(backend.start_steps()[0].plan())
+
+
+def start_steps(work: Work, stack: Stack) -> list[Step]:
     """Start the stack in order, each unit behind its gate."""
-    return [Step("start", "start the units and wait until they answer", lambda: plan_start(stack))]
+    return [Step("start", "start the units and wait until they answer", lambda: plan_start(work, stack))]
 
 
 def stop_unit_errors(stack: Stack, units: Sequence[str]) -> list[StratumError]:
@@ -80,7 +100,7 @@ def plan_reap(stack: Stack) -> list[Action]:
     if not left:
         return []
     what = ", ".join(str(process.pid) for process in left)
-    return [Call("kill", f"processes {what}", lambda: join_errors(stack.reap(), "end shims"))]
+    return [Call("kill", f"processes {what}", lambda: join_errors(pods.end_pods(stack.host), "end shims"))]
 
 
 def stop_steps(stack: Stack, units: Sequence[str], *, containers: bool) -> list[Step]:
@@ -95,13 +115,9 @@ def stop_steps(stack: Stack, units: Sequence[str], *, containers: bool) -> list[
     return steps
 
 
-def restart_steps(stack: Stack) -> list[Step]:
+def restart_steps(work: Work, stack: Stack) -> list[Step]:
     """Restart the stack in start order; the host and the containers go on."""
-
-    def plan() -> list[Action]:
-        return [Call("restart", unit, functools.partial(_restart, stack, unit)) for unit in UNITS]
-
-    return [Step("restart", "restart the units", plan)]
+    return make_backend(work, stack).restart_steps()
 
 
 def supervisor_steps(context: Context) -> list[Step]:

@@ -13,8 +13,8 @@ from stratum.node.versions import read_record
 from stratum.scripts import images as image_script
 from stratum.scripts import stack as stack_script
 from stratum.scripts.context import Context
+from stratum.scripts.recover import recover
 from stratum.scripts.run import load_work, perform
-from stratum.staging import reap_staging
 from stratum.steps import Step
 
 _LOCK_WAIT = 600.0  # seconds: an `up` or `upgrade` by hand may be at work
@@ -23,17 +23,17 @@ _WATCH_EVERY = 15.0  # seconds
 
 def bring_up(context: Context, stack: Stack) -> None:
     """Everything that the installed version needs to run. Raises StratumError."""
+    work = load_work(context)
+    recover(context, work, stack, command="supervise")
     version = stack.layout.current()
     record = read_record(stack.layout, version) if version else None
     if version is None or record is None:
         raise NotInstalledError(
             "not-installed", f"{stack.layout.current_link}: no version is active", hint="run: stratum up --bundle FILE"
         )
-    work = load_work(context)
-    reap_staging(context.host)
     steps: list[Step] = [
         *stack_script.network_steps(stack),
-        *stack_script.start_steps(stack),
+        *stack_script.start_steps(work, stack),
         *image_script.import_steps(context, stack, record),
     ]
     perform(context, work, "supervise", steps, dry_run=False)

@@ -1,0 +1,47 @@
+"""Finishing what an earlier run left unfinished. Every command that changes the node begins with it, each boot too."""
+
+from __future__ import annotations
+
+from typing import Optional
+
+from stratum.errors import StratumError
+from stratum.host import persistence
+from stratum.node.stack import Stack
+from stratum.scripts.context import Context
+from stratum.scripts.switch import recover_switch
+from stratum.staging import reap_staging
+from stratum.steps import Work
+
+__all__ = ["recover"]
+
+_SWITCHES = ("upgrade", "rollback")
+
+
+def recover(context: Context, work: Work, stack: Stack, *, command: str) -> None:
+    """Bring an unfinished operation to an end, forward or back; call it with the lock held.
+
+    Raises :class:`StratumError` when that fails, or when it takes a decision that only the admin can make.
+    """
+    reap_staging(context.host)
+    operation = work.journal.unfinished()
+    if operation is None or not context.host.live:
+        return
+    if operation.name in _SWITCHES:
+        recover_switch(context, work, stack, operation.source, operation.target)
+    elif operation.name == "uninstall" and command != "uninstall":
+        _recover_uninstall(context, work, operation.step)
+    # The steps of the other operations are planned from what is there: doing them again is all that it takes.
+
+
+def _recover_uninstall(context: Context, work: Work, step: Optional[str]) -> None:
+    if step in ("delete", "traces", "forget"):
+        raise StratumError(
+            "uninstall-unfinished",
+            "an uninstall was cut off while it deleted files: this node cannot run any more",
+            hint="run: stratum uninstall",
+        )
+    # Nothing was deleted: the node is put back as it was before.
+    persistence.allow_restart(context.host)
+    persistence.enable(context.host)
+    work.journal.settle("rolled-back")
+    context.out.warn("an uninstall had been cut off before it deleted anything: the node is put back")

@@ -1,0 +1,75 @@
+"""What a host is to become: the version out of a bundle, or one that is installed, and the gate before it."""
+
+from __future__ import annotations
+
+import argparse
+from dataclasses import dataclass
+from typing import Optional
+
+from stratum.bundle.place import Placement
+from stratum.bundle.verify import VerifiedBundle
+from stratum.errors import BundleNotFoundError, HostRefusedError, StratumError
+from stratum.host import persistence, preflight
+from stratum.node.layout import Layout
+from stratum.node.stack import UNITS
+from stratum.node.versions import VersionRecord, read_record
+from stratum.scripts import node as node_script
+from stratum.scripts.context import Context
+from stratum.steps import Work
+
+__all__ = ["Target", "check_preflight", "target_of_bundle", "target_of_version"]
+
+
+@dataclass(frozen=True)
+class Target:
+    """What the host is to become. ``placement`` is None for a version that is installed already."""
+
+    record: VersionRecord
+    plugins: tuple[str, ...]
+    placement: Optional[Placement]
+
+
+def target_of_bundle(work: Work, bundle: VerifiedBundle) -> Target:
+    """The version that a verified bundle holds."""
+    placement = Placement(work.host, work.receipt, bundle)
+    return Target(node_script.record_of(bundle), node_script.plugins_of(bundle.description), placement)
+
+
+def target_of_version(layout: Layout, version: str) -> Target:
+    """An installed version. Raises :class:`BundleNotFoundError` and :class:`StratumError`."""
+    if version not in layout.versions():
+        raise BundleNotFoundError(
+            "version-missing",
+            f"{version}: not installed under {layout.base} (installed: {', '.join(layout.versions()) or 'none'})",
+            hint="run: stratum versions",
+        )
+    record = read_record(layout, version)
+    if record is None:
+        raise StratumError(
+            "version-unreadable",
+            f"{layout.version_dir(version)}: has no bundle.json",
+            hint="run again with --bundle FILE",
+        )
+    plugins = layout.version_dir(version) / "cni/bin"
+    names = layout.host.listdir(plugins) if layout.host.is_dir(plugins) else []
+    return Target(record, tuple(names), None)
+
+
+def check_preflight(context: Context, arguments: argparse.Namespace, target: Target) -> None:
+    """The gate: every finding is shown, and one that rejects raises :class:`HostRefusedError`."""
+    findings = preflight.check_host(
+        context.host,
+        needs=node_script.needs(target.placement) if target.placement else (),
+        units=(*UNITS, persistence.UNIT),
+        skip=arguments.skip_check,
+    )
+    for finding in findings:
+        if finding.severity == preflight.WARN:
+            context.out.warn(f"{finding.check}: {finding.message}; {finding.hint}")
+    rejected = [finding for finding in findings if finding.severity == preflight.REJECT]
+    if rejected:
+        raise HostRefusedError(
+            "host-refused",
+            "this host is not fit: " + "; ".join(f"{item.check}: {item.message}" for item in rejected),
+            hint="; ".join(dict.fromkeys(item.hint for item in rejected)),
+        )
