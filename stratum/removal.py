@@ -74,7 +74,7 @@ def _barred(receipt: Receipt, removal: Removal) -> set[HostPath]:
 
 def _plan_entry(host: Host, receipt: Receipt, entry: Entry, gone: set[HostPath], removal: Removal) -> None:
     condition = receipt.condition(entry)
-    if condition == Condition.MISSING:
+    if condition == Condition.MISSING or entry.path in gone:
         return
     if condition == Condition.CHANGED:
         removal.left.append(Left(entry.path, "changed since Stratum wrote it"))

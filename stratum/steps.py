@@ -334,8 +334,11 @@ def run_steps(
     ``on_step`` hears of each step that has something to do. Errors pass through.
     """
     outcome = Outcome()
+    planned: set[Action] = set()
     for step in steps:
-        actions = step.plan()
+        # In a dry run a directory that an earlier step makes is still missing when a later one plans.
+        actions = [action for action in step.plan() if action not in planned]
+        planned.update(action for action in actions if dry_run and isinstance(action, MakeDirectory))
         if not actions:
             continue
         if on_step:

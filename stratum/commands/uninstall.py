@@ -183,8 +183,10 @@ def uninstall(context: Context, work: Work, *, keep_data: bool, dry_run: bool) -
                         else "the node runs as before"
                     )
             raise
-    # A dry run has not released the attachments that the real one has by now.
-    released = [attachment.path for attachment in cni.read_attachments(context.host)] if dry_run else []
+    # A dry run has not taken away what the real one has by now: attachments, and the link that starts us at boot.
+    released: list[HostPath] = []
+    if dry_run and context.host.live:
+        released = [persistence.ENABLEMENT, *(item.path for item in cni.read_attachments(context.host))]
     removal = plan_removal(work, keep=(containerd.DATA_ROOT,) if keep_data else (), released=released)
     try:
         deleted = perform(context, work, "uninstall", delete_steps(context, removal), dry_run=dry_run)

@@ -20,6 +20,7 @@ from stratum.node.units import UnitSpec, render_units
 from stratum.node.versions import VersionRecord, assemble, differences, read_record, relink
 from stratum.receipt import STATE_DIRECTORY, Entry
 from stratum.scripts.context import Context
+from stratum.staging import OWN_ROOT
 from stratum.steps import Action, Call, Command, PlaceLink, Work, plan_directory, plan_file
 from stratum.system import HostPath
 
@@ -68,12 +69,13 @@ def plan_state(work: Work) -> list[Action]:
     if trees:
         names = ", ".join(str(entry.path) for entry in trees)
         actions.append(Call("record", names, lambda: work.receipt.record(*trees)))
-    return actions + plan_directory(work.host, cni.RESULTS)
+    return [*actions, *plan_directory(work.host, OWN_ROOT), *plan_directory(work.host, cni.RESULTS)]
 
 
 def _runtime_entries() -> list[Entry]:
     """Entries for what unpacking the compiled parts made, where that is not in a tree of ours already."""
-    made = [HostPath(path) for path in boot.created_paths()]
+    # The state directory has an entry of its own: it is what holds the record.
+    made = [HostPath(path) for path in boot.created_paths() if HostPath(path) != STATE_DIRECTORY]
     outside = [path for path in made if not any(tree in (path, *path.parents) for tree in DATA_TREES)]
     leaves = [path for path in outside if not any(path in other.parents for other in made)]
     return [Entry(path, "tree" if path in leaves else "directory") for path in outside]

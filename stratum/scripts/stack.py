@@ -141,14 +141,17 @@ def plan_release(stack: Stack) -> list[Action]:
     return [Call("release", ", ".join(held), lambda: join_errors(stack.release(), "release"))]
 
 
-def plan_masquerade(stack: Stack) -> list[Action]:
-    """Address translation for the container network, where there is one."""
-    subnet = cni.subnet_in_force(stack.host)
+def plan_masquerade(stack: Stack, bridged: bool) -> list[Action]:
+    """Address translation for the container network, where there is one, or ``bridged`` says that there will be."""
+    subnet = cni.choose_subnet(stack.host) if bridged else cni.subnet_in_force(stack.host)
     return masquerade.plan_masquerade(stack.host, subnet) if subnet else []
 
 
-def network_steps(stack: Stack) -> list[Step]:
-    """The container network of this boot: nothing of an earlier one, and the way out."""
+def network_steps(stack: Stack, *, bridged: bool = False) -> list[Step]:
+    """The container network of this boot: nothing of an earlier one, and the way out.
+
+    ``bridged`` tells a dry run of the first ``up`` that an earlier step writes the network.
+    """
 
     def plan_stale() -> list[Action]:
         attached = cni.read_attachments(stack.host)
@@ -156,5 +159,5 @@ def network_steps(stack: Stack) -> list[Step]:
 
     return [
         Step("release-network", "give back what containers of an earlier boot held", plan_stale),
-        Step("masquerade", "let containers reach out", lambda: plan_masquerade(stack)),
+        Step("masquerade", "let containers reach out", lambda: plan_masquerade(stack, bridged)),
     ]
