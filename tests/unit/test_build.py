@@ -684,6 +684,25 @@ def test_a_directory_that_is_no_bundle_is_never_replaced(desk: Desk) -> None:
     assert (desk.path / "file").read_bytes() == b"x"
 
 
+@pytest.mark.parametrize("kind", ["fifo", "link to a device"])
+def test_what_is_no_regular_file_is_never_replaced(desk: Desk, kind: str) -> None:
+    simple(desk)
+    path = desk.path / "out"
+    if kind == "fifo":
+        os.mkfifo(path)
+    else:
+        path.symlink_to("/dev/null")
+    ended = desk.build("-o", "out", "--force")
+    assert ended.status == ExitCode.USAGE and "no regular file" in ended.err
+    assert path.is_fifo() or path.is_symlink()
+
+
+@pytest.mark.timeout(60)
+def test_a_device_is_no_source(desk: Desk) -> None:
+    desk.define(one("file: /dev/zero", "{to: f}"))
+    assert desk.build("-o", "out.tar").status == ExitCode.USAGE
+
+
 def test_modes_do_not_depend_on_the_umask(desk: Desk) -> None:
     simple(desk)
     before = os.umask(0o077)

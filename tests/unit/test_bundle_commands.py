@@ -284,6 +284,13 @@ def test_the_mode_of_a_signed_file_is_kept(desk: Desk, bundle: bytes) -> None:
     assert stat.S_IMODE((desk.path / "b.tar").stat().st_mode) == 0o640
 
 
+def test_a_link_to_a_bundle_stays_one_when_it_is_signed(desk: Desk, bundle: bytes) -> None:
+    (desk.path / "latest.tar").symlink_to("b.tar")
+    assert desk.run("sign", "latest.tar", "--key", "other.key").status == 0
+    assert (desk.path / "latest.tar").is_symlink()
+    assert desk.run("verify", "b.tar", "--trust", "other.pub").status == 0
+
+
 def test_a_sealed_key_signs_with_its_password_file(desk: Desk, bundle: bytes) -> None:
     sealed_key(desk, b"hunter two")
     desk.write("pw", "hunter two\r\nnot this\n", 0o600)

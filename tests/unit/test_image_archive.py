@@ -343,7 +343,7 @@ def test_a_docker_archive_becomes_an_oci_image_with_the_same_id(desk: Desk) -> N
 def test_a_docker_archive_with_one_image_needs_no_name(desk: Desk) -> None:
     built(desk, docker_save(None)[0])
     built(desk, docker_save(["other:1"])[0])
-    refused(desk, docker_save(["other:1"])[0], "no image called x", "    source: {file: i.tar}\n    reference: x\n")
+    refused(desk, docker_save(["other:1"])[0], "no image(s) called x", "    source: {file: i.tar}\n    reference: x\n")
 
 
 def test_a_docker_archive_for_another_platform_is_refused(desk: Desk) -> None:
