@@ -14,7 +14,7 @@ import time
 from typing import TYPE_CHECKING, BinaryIO, Optional
 
 from stratum.atomicfile import create_exclusively
-from stratum.errors import BundleNotFoundError, ExitCode, UsageError
+from stratum.errors import BundleNotFoundError, ExitCode, StratumError, UsageError
 from stratum.scripts.context import Context
 from stratum.system import Host, HostPath
 
@@ -88,7 +88,11 @@ def read_secret_key(context: Context, key: str, password_file: Optional[str]) ->
     """
     from stratum.trust.minisign import KEY_FILE_LIMIT, SecretKey
 
-    secret = SecretKey.parse(read_small(context.host, key, KEY_FILE_LIMIT, "the secret key"))
+    data = read_small(context.host, key, KEY_FILE_LIMIT, "the secret key")
+    try:
+        secret = SecretKey.parse(data)
+    except StratumError as error:
+        raise StratumError(error.reference, f"{key}: {error.message}", hint=error.hint) from None
     if context.host.stat(local_path(key)).st_mode & 0o077:
         context.out.warn(f"{key}: others than its owner can read the secret key; run: chmod 600 {key}")
     if not secret.encrypted:

@@ -7,6 +7,7 @@ import hashlib
 import io
 import json
 import os
+import ssl
 import subprocess
 import sys
 import tarfile
@@ -176,6 +177,31 @@ def sha256(data: bytes) -> str:
     return hashlib.sha256(data).hexdigest()
 
 
+def certificate_for(path: Path) -> Path:
+    """A certificate for 127.0.0.1 that no authority vouches for, with its key."""
+    import datetime
+    import ipaddress
+
+    from cryptography import x509
+    from cryptography.hazmat.primitives import hashes, serialization
+    from cryptography.hazmat.primitives.asymmetric import ec
+
+    key = ec.generate_private_key(ec.SECP256R1())
+    name = x509.Name([x509.NameAttribute(x509.NameOID.COMMON_NAME, "private authority")])
+    now = datetime.datetime.now(datetime.timezone.utc)
+    made = (
+        x509.CertificateBuilder(name, name, key.public_key(), x509.random_serial_number())
+        .not_valid_before(now - datetime.timedelta(days=1))
+        .not_valid_after(now + datetime.timedelta(days=1))
+        .add_extension(x509.BasicConstraints(ca=True, path_length=None), critical=True)
+        .add_extension(x509.SubjectAlternativeName([x509.IPAddress(ipaddress.ip_address("127.0.0.1"))]), critical=False)
+        .sign(key, hashes.SHA256())
+    )
+    encoding, form = serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8
+    path.write_bytes(key.private_bytes(encoding, form, serialization.NoEncryption()) + made.public_bytes(encoding))
+    return path
+
+
 # -- a web server -----------------------------------------------------------------------------------------
 
 Answer = Callable[[BaseHTTPRequestHandler], None]
@@ -211,7 +237,9 @@ class Server:
 
 
 @contextlib.contextmanager
-def serving() -> Iterator[Server]:
+def serving(certificate: Optional[Path] = None) -> Iterator[Server]:
+    """A web server on this machine, with TLS when there is a ``certificate`` (with its key, PEM)."""
+
     class Handler(BaseHTTPRequestHandler):
         def do_GET(self) -> None:
             server.asked.append(self.path)
@@ -226,7 +254,11 @@ def serving() -> Iterator[Server]:
 
     listener = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
     listener.daemon_threads = True
-    server = Server(f"http://127.0.0.1:{listener.server_address[1]}")
+    server = Server(f"http{'s' if certificate else ''}://127.0.0.1:{listener.server_address[1]}")
+    if certificate:
+        tls = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+        tls.load_cert_chain(certificate)
+        listener.socket = tls.wrap_socket(listener.socket, server_side=True)
     thread = threading.Thread(target=listener.serve_forever, kwargs={"poll_interval": 0.02}, daemon=True)
     thread.start()
     try:

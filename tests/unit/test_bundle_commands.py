@@ -334,7 +334,7 @@ def test_secrets_that_others_can_read_are_warned_about(desk: Desk, bundle: bytes
 @pytest.mark.parametrize("key", ["k.pub", "missing.key", "f"])
 def test_what_is_no_secret_key_signs_nothing(desk: Desk, bundle: bytes, key: str) -> None:
     ended = desk.run("sign", "b.tar", "--key", key)
-    assert ended.status != 0 and key in ended.err + "k.pub f"
+    assert ended.status in (ExitCode.FAILED, ExitCode.USAGE) and f": {key}: " in ended.err
     assert (desk.path / "b.tar").read_bytes() == bundle
 
 

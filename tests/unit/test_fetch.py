@@ -17,7 +17,7 @@ from stratum.bundle import fetch
 from stratum.bundle.fetch import Fetcher, default_cache
 from stratum.errors import BundleError, BundleNotFoundError, DigestMismatchError, ExitCode, StratumError
 from stratum.system import Host, HostPath
-from tests.unit.building import PROXY_VARIABLES, Server, cut_short, send, serving, sha256
+from tests.unit.building import PROXY_VARIABLES, Server, certificate_for, cut_short, send, serving, sha256
 
 DATA = b"runc\n" * 50_000
 
@@ -262,6 +262,35 @@ def test_the_machines_own_authorities_are_preferred(fetcher: Fetcher, tmp_path: 
     assert fetcher._session().verify == str(bundle)
     paths.cafile = None
     assert fetcher._session().verify is True
+
+
+def test_a_private_authority_is_trusted_only_when_it_is_named(
+    fetcher: Fetcher, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    certificate = certificate_for(tmp_path / "server.pem")
+    with serving(certificate) as server:
+        url = server.put("/runc", send(DATA))
+        with pytest.raises(StratumError, match=r"(?i)certificate") as caught:
+            fetcher.fetch(url, sha256(DATA))
+        assert "\n" not in caught.value.message
+        assert not hasattr(fetcher.host, "slept"), "a certificate does not get better by waiting"
+        monkeypatch.setenv("REQUESTS_CA_BUNDLE", str(certificate))
+        assert fetcher.fetch(url, sha256(DATA)).size == len(DATA)
+        monkeypatch.delenv("REQUESTS_CA_BUNDLE")
+        paths = SimpleNamespace(cafile=str(certificate), capath=None)
+        monkeypatch.setattr(fetch.ssl, "get_default_verify_paths", lambda: paths)
+        assert fetcher.text(url, limit=len(DATA)) == DATA
+
+
+def test_a_real_redirect_from_https_to_http_is_refused(
+    server: Server, fetcher: Fetcher, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    certificate = certificate_for(tmp_path / "server.pem")
+    monkeypatch.setenv("REQUESTS_CA_BUNDLE", str(certificate))
+    with serving(certificate) as secure:
+        url = secure.put("/sums", send(b"", 302, Location=server.put("/sums", send(b"x"))))
+        with pytest.raises(StratumError, match="redirected away from https"):
+            fetcher.text(url, limit=10)
 
 
 @pytest.mark.parametrize(
