@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import functools
 
 from stratum.errors import BundleNotFoundError
 from stratum.node.layout import Layout, VersionActiveError

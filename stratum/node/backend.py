@@ -224,7 +224,7 @@ class Backend:
         """From the running version to ``version``, which is prepared: the contract's Upgrade."""
         hook = self.hooks.before_upgrade_start
         units = " ".join(reversed(self.units))
-        before = [Call("prepare", "the start", hook)] if hook else []
+        before = [Call("configure", f"the node for {version}", hook)] if hook else []
         return [
             Step("stop", "stop the units", lambda: [Call("stop", units, self.stop)]),
             Step("end-pods", "end the containers", lambda: [Call("end", "the containers", self.end_pods)]),
@@ -236,7 +236,7 @@ class Backend:
                 ],
             ),
             Step("units", "write the units that differ", lambda: self.plan_units(self.spec)),
-            Step("before-start", "clean up after the old version", lambda: before),
+            Step("configure", "write what the new version needs", lambda: before),
             Step("start", "start the units", lambda: self._start_actions(self.units)),
             Step(
                 "ready", "wait until the node is ready", lambda: [Call("wait", "until the node is ready", wait_ready)]
@@ -264,7 +264,13 @@ class Backend:
         if self.rollback_spec:
             steps.append(Step("rollback-units", "write the units", lambda: self.plan_units(back.spec)))
         if hook:
-            steps.append(Step("rollback-before-start", "restore", lambda: [Call("prepare", "the start", hook)]))
+            steps.append(
+                Step(
+                    "rollback-configure",
+                    "write what the previous version needs",
+                    lambda: [Call("configure", f"the node for {previous}", hook)],
+                )
+            )
         steps.append(Step("rollback-start", "start the units", lambda: back._start_actions(back.units)))
         return steps
 

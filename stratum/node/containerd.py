@@ -48,6 +48,11 @@ def render_config(containerd_version: str) -> bytes:
     version = config_version(containerd_version)
     cri = "io.containerd.grpc.v1.cri" if version == 2 else "io.containerd.cri.v1.runtime"
     # Format 3 split the CRI plugin and renamed bin_dir to bin_dirs in 2.1, which still reads the old name.
+    # containerd 2 listens for NRI plugins by default, at a fixed place that another containerd may want.
+    nri = f"""
+[plugins."io.containerd.nri.v1.nri"]
+  socket_path = "{STATE_ROOT}/nri.sock"
+"""
     return f"""# Written by Stratum.
 version = {version}
 root = "{DATA_ROOT}"
@@ -68,7 +73,7 @@ state = "{STATE_ROOT}"
 
 [plugins."{cri}".containerd.runtimes.runc.options]
   SystemdCgroup = true
-""".encode()
+{nri if version == 3 else ""}""".encode()
 
 
 @dataclass(frozen=True)
