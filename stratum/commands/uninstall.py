@@ -14,7 +14,7 @@ from typing import Callable
 
 from stratum import lock, systemd
 from stratum.errors import ExitCode, StratumError
-from stratum.host import masquerade, mounts, network, persistence
+from stratum.host import forwarding, masquerade, mounts, network, persistence
 from stratum.node import cni, containerd
 from stratum.node.layout import Layout
 from stratum.node.stack import UNITS, Stack
@@ -104,7 +104,7 @@ def plan_unmount(context: Context) -> list[Action]:
 
 def plan_network(context: Context) -> list[Action]:
     """Remove our bridge and our firewall table; the containers' own interfaces went with the containers."""
-    actions = masquerade.plan_removal(context.host)
+    actions = forwarding.plan_restore(context.host) + masquerade.plan_removal(context.host)
     if not network.interface_exists(context.host, cni.BRIDGE):
         return actions
     return [*actions, Call("remove bridge", cni.BRIDGE, lambda: network.remove_bridge(context.host, cni.BRIDGE))]

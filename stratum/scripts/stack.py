@@ -8,7 +8,7 @@ from typing import Optional
 
 from stratum import systemd
 from stratum.errors import CommandError, StratumError, join_errors
-from stratum.host import masquerade, persistence
+from stratum.host import forwarding, masquerade, persistence
 from stratum.node import cni, pods
 from stratum.node.backend import Backend, Hooks
 from stratum.node.stack import CONTAINER_CGROUPS, Stack
@@ -142,9 +142,11 @@ def plan_release(stack: Stack) -> list[Action]:
 
 
 def plan_masquerade(stack: Stack, bridged: bool) -> list[Action]:
-    """Address translation for the container network, where there is one, or ``bridged`` says that there will be."""
+    """Forwarding and address translation for the container network, where there is or will be (``bridged``) one."""
     subnet = cni.choose_subnet(stack.host) if bridged else cni.subnet_in_force(stack.host)
-    return masquerade.plan_masquerade(stack.host, subnet) if subnet else []
+    if not subnet:
+        return []
+    return forwarding.plan_forwarding(stack.host) + masquerade.plan_masquerade(stack.host, subnet)
 
 
 def network_steps(stack: Stack, *, bridged: bool = False) -> list[Step]:
