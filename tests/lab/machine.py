@@ -84,6 +84,9 @@ class Machine(abc.ABC):
 
     name: str
 
+    #: Seconds that a command may take when the test says nothing.
+    patience: float = 120.0
+
     @abc.abstractmethod
     def start(self) -> None:
         """Boot, and wait until systemd says that it is done."""
@@ -127,7 +130,7 @@ class Machine(abc.ABC):
         self,
         argv: Sequence[Argument],
         *,
-        timeout: float = 120.0,
+        timeout: Optional[float] = None,
         input: Union[bytes, str] = b"",  # noqa: A002 -- the name that subprocess has for it
         env: Optional[Mapping[str, str]] = None,
         cwd: str = "/root",
@@ -138,13 +141,14 @@ class Machine(abc.ABC):
         ``env`` is the whole environment (default ``ROOT_ENV``). Processes that
         the command leaves behind live on; they do not hold this call back.
 
-        :param timeout: seconds; the command is killed then.
+        :param timeout: seconds, by default ``patience``; the command is killed then.
         :raises CommandFailed: if ``check`` and the exit status is not 0.
         :raises CommandTimeout: if it did not end in time.
         """
         sent = input.encode() if isinstance(input, str) else input
         words = tuple(str(word) for word in argv)
-        result = self._execute(words, timeout, sent, ROOT_ENV if env is None else env, cwd)
+        limit = self.patience if timeout is None else timeout
+        result = self._execute(words, limit, sent, ROOT_ENV if env is None else env, cwd)
         if check and result.status != 0:
             raise CommandFailed(self.name, result)
         return result

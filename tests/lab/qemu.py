@@ -57,6 +57,8 @@ class QemuMachine(Machine):
     :param options: more words for the kernel's command line.
     """
 
+    patience = 400.0
+
     def __init__(
         self,
         disk: Disk,
