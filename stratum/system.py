@@ -390,6 +390,34 @@ class Host:
             raise command_failure(done)
         return done
 
+    def kill(self, pid: int, still_the_same: Callable[[], bool]) -> None:
+        """SIGKILL to a process of this machine, if ``still_the_same`` says so once its number cannot change hands.
+
+        A process that is gone is fine. Raises OSError.
+        """
+        if not self.live:
+            raise RuntimeError(f"a directory tree has no processes: {pid}")
+        try:
+            descriptor = os.pidfd_open(pid)
+        except ProcessLookupError:
+            return
+        except OSError as error:
+            if error.errno != errno.ENOSYS:  # before Linux 5.3
+                raise
+            descriptor = -1
+        try:
+            if not still_the_same():
+                return
+            if descriptor >= 0:
+                signal.pidfd_send_signal(descriptor, signal.SIGKILL)
+            else:
+                os.kill(pid, signal.SIGKILL)
+        except ProcessLookupError:
+            pass
+        finally:
+            if descriptor >= 0:
+                os.close(descriptor)
+
     def _run_process(
         self,
         argv: list[str],

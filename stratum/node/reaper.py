@@ -7,9 +7,7 @@ meanwhile is never hit.
 
 from __future__ import annotations
 
-import errno
 import os
-import signal
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Callable, Optional
@@ -45,7 +43,9 @@ def read_process(host: Host, pid: int) -> Optional[Process]:
 
 
 def read_processes(host: Host) -> list[Process]:
-    """Every process of the host."""
+    """Every process of the host; none where there is no procfs, as in a directory tree."""
+    if not host.is_dir(PROC):
+        return []
     found = (read_process(host, int(name)) for name in host.listdir(PROC) if name.isdigit())
     return [process for process in found if process]
 
@@ -78,33 +78,13 @@ def with_descendants(processes: Iterable[Process], roots: Iterable[Process]) -> 
 
 
 def kill_process(host: Host, process: Process) -> None:
-    """SIGKILL to ``process`` if it still is the one that was found; raises OSError other than ESRCH."""
-    try:
-        descriptor = os.pidfd_open(process.pid)
-    except ProcessLookupError:
-        return
-    except OSError as error:
-        if error.errno != errno.ENOSYS:
-            raise
-        _kill_by_pid(host, process)  # before Linux 5.3
-        return
-    try:
+    """SIGKILL to ``process`` if it still is the one that was found; raises OSError."""
+
+    def same() -> bool:
         now = read_process(host, process.pid)
-        if now and now.started == process.started:
-            signal.pidfd_send_signal(descriptor, signal.SIGKILL)
-    except ProcessLookupError:
-        pass
-    finally:
-        os.close(descriptor)
+        return now is not None and now.started == process.started
 
-
-def _kill_by_pid(host: Host, process: Process) -> None:
-    now = read_process(host, process.pid)
-    if now and now.started == process.started:
-        try:
-            os.kill(process.pid, signal.SIGKILL)
-        except ProcessLookupError:
-            pass
+    host.kill(process.pid, same)
 
 
 def end_processes(
