@@ -14,10 +14,14 @@ from collections.abc import Iterator
 from stratum.errors import AlreadyRunningError, StratumError
 from stratum.system import Host, HostPath
 
-__all__ = ["LOCK_PATH", "hold_lock"]
+__all__ = ["LOCK_PATH", "SUPERVISOR", "hold_lock", "remove_lock"]
 
 LOCK_PATH = HostPath("/run/stratum/lock")
 _POLL = 0.2
+SUPERVISOR = "up --supervise"
+# The supervisor brings up what is installed, within its gates' timeout. Whoever runs a command just after `up` or at
+# boot waits for that; nothing else in this program takes the lock without an admin's command behind it.
+SUPERVISOR_PATIENCE = 180.0  # seconds
 
 
 def _open_locked(host: Host, command: str) -> int:
@@ -49,18 +53,20 @@ def _holder(host: Host) -> str:
 
 @contextlib.contextmanager
 def hold_lock(host: Host, command: str, *, wait: float = 0.0) -> Iterator[None]:
-    """Hold the lock while the block runs; wait for it up to ``wait`` seconds.
+    """Hold the lock while the block runs; wait for it up to ``wait`` seconds, for the supervisor to be done anyway.
 
     Raises :class:`AlreadyRunningError` with the pid and command that hold it, or :class:`StratumError` when
     the file cannot be made.
     """
-    deadline = host.monotonic() + wait
+    start = host.monotonic()
     while True:
         try:
             descriptor = _open_locked(host, command)
             break
         except BlockingIOError:
-            if host.monotonic() < deadline:
+            # Who has the lock writes its name a moment later: one look is not enough.
+            patience = SUPERVISOR_PATIENCE if _holder(host).endswith(f" {SUPERVISOR}") else _POLL
+            if host.monotonic() - start < max(wait, patience):
                 host.sleep(_POLL)
                 continue
             raise AlreadyRunningError(

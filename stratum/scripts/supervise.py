@@ -47,7 +47,7 @@ def watch_once(context: Context, stack: Stack) -> str:
     if not down:
         return f"version {stack.layout.current()} is running"
     try:
-        with lock.hold_lock(context.host, "up --supervise"):
+        with lock.hold_lock(context.host, lock.SUPERVISOR):
             bring_up(context, stack)
     except AlreadyRunningError:
         return f"{', '.join(down)} down while another run is at work"
@@ -60,7 +60,7 @@ def run(context: Context) -> NoReturn:
     context.require_root("up --supervise")
     stack = Stack(Layout(context.host))
     notify(context.host, "STATUS=starting the node")
-    with lock.hold_lock(context.host, "up --supervise", wait=_LOCK_WAIT):
+    with lock.hold_lock(context.host, lock.SUPERVISOR, wait=_LOCK_WAIT):
         bring_up(context, stack)
     notify(context.host, f"READY=1\nSTATUS=version {stack.layout.current()} is running")
     while True:
