@@ -6,7 +6,10 @@ import itertools
 import posixpath
 from typing import Optional
 
-__all__ = ["safe_relative", "unsafe_target"]
+__all__ = ["DEPTH_MOST", "safe_relative", "unsafe_target"]
+
+# Far deeper than what anybody ships; finding a path takes time that grows with the square of its depth.
+DEPTH_MOST = 100
 
 
 def safe_relative(path: str) -> Optional[str]:
@@ -20,6 +23,8 @@ def safe_relative(path: str) -> Optional[str]:
     # NAME_MAX and PATH_MAX of Linux, with room for the version directory before it.
     if any(len(part.encode("utf-8")) > 255 for part in path.split("/")) or len(path.encode("utf-8")) > 3500:
         return "too long"
+    if path.count("/") >= DEPTH_MOST:
+        return f"more than {DEPTH_MOST} directories deep"
     return None
 
 

@@ -251,10 +251,9 @@ class _Tree:
 
     def _own(self, path: HostPath, mtime: int) -> None:
         # Not what the archive says: a set-group-id parent or root's own group would show through otherwise.
-        real = self._host.real(path)
         if self._host.euid == 0:
-            os.chown(real, 0, 0, follow_symlinks=False)
-        os.utime(real, (mtime, mtime), follow_symlinks=False)
+            self._host.chown(path, 0, 0)
+        self._host.utime(path, mtime)
 
 
 def _on_disk(path: str) -> str:

@@ -29,17 +29,22 @@ from stratum.bundle.oci import (
     FileEntry,
     digest_of,
 )
+from stratum.bundle.paths import DEPTH_MOST
+from stratum.bundle.source import open_bundle
 from stratum.bundle.unpack import required_space, unpack_layer
+from stratum.bundle.verify import open_verified
 from stratum.errors import BundleError, DigestMismatchError, ExitCode, StratumError
 from stratum.system import Host, HostPath, PathLike
 from tests.bundles import (
     COMPRESSIONS,
     EVERY_BYTE,
     Entry,
+    Publisher,
     directory,
     flipped,
     hard_link,
     header,
+    key_pair,
     listing,
     pax,
     snapshot,
@@ -215,6 +220,18 @@ def test_members_may_come_in_any_order_that_has_link_targets_first(sandbox: Sand
     entries: Entries = [Entry("d/e/f", b"x"), directory("d/e", 0o700), directory("d", 0o711)]
     sandbox.unpack(Layer(entries))
     assert [(sandbox.staging / name).stat().st_mode & 0o777 for name in ("d", "d/e")] == [0o711, 0o700]
+
+
+def test_a_path_may_be_deep_but_not_without_end(sandbox: Sandbox) -> None:
+    for depth in (DEPTH_MOST, DEPTH_MOST + 1):
+        name = "d/" * (depth - 1) + "f"
+        layer = Layer([pax({"path": name}), Entry("f", b"x")], listed=[Entry(name, b"x")])
+        if depth == DEPTH_MOST:
+            sandbox.unpack(layer)
+            assert (sandbox.staging / name).read_bytes() == b"x"
+            shutil.rmtree(sandbox.staging / "d")
+        else:
+            assert f"more than {DEPTH_MOST} directories deep" in sandbox.refusal(layer)
 
 
 def test_an_empty_component_is_no_error(sandbox: Sandbox) -> None:
@@ -583,6 +600,28 @@ def test_mutated_archives_raise_nothing_but_our_errors(shared: Sandbox, data: st
     assert shared.outside() == shared.before
     shutil.rmtree(shared.staging)
     shared.staging.mkdir()
+
+
+@pytest.mark.parametrize("form", ["pipe", "file"])
+def test_a_bundle_cut_anywhere_gives_no_component_that_is_not_whole(
+    form: str, sandbox: Sandbox, tmp_path: Path
+) -> None:
+    whole = Publisher.of([Entry(f"bin/{number}", bytes([number]) * 3000) for number in range(5)], media_type=LAYER_TAR)
+    data = whole.build().tar()
+    for length in range(0, len(data), 1 if EVERY_BYTE else 701):
+        (tmp_path / "b.tar").write_bytes(data[:length])
+        with pytest.raises(BundleError):
+            stdin = io.BytesIO(data[:length])
+            with open_bundle("-" if form == "pipe" else str(tmp_path / "b.tar"), stdin=stdin) as source:
+                bundle = open_verified(source, [key_pair()[1]])
+                for descriptor, blob in source.stream_blobs(bundle.manifest.layers):
+                    component = bundle.description.components[0]
+                    unpack_layer(sandbox.host, blob, descriptor.media_type, component, STAGING)
+                source.finish()
+        shutil.rmtree(sandbox.staging)
+        sandbox.staging.mkdir()
+    (tmp_path / "b.tar").unlink()
+    assert sandbox.outside() == sandbox.before
 
 
 # -- how much room it takes -----------------------------------------------------------------------------
