@@ -24,12 +24,15 @@ SUPERVISOR = "up --supervise"
 SUPERVISOR_PATIENCE = 180.0  # seconds
 
 
-def _open_locked(host: Host, command: str) -> int:
-    """The descriptor of the locked file, or raise BlockingIOError."""
+def _open_locked(host: Host, command: str) -> tuple[int, list[HostPath]]:
+    """The descriptor of the locked file and the directories made for it, or raise BlockingIOError."""
     while True:
-        host.makedirs(LOCK_PATH.parent, 0o755)
+        made = host.makedirs(LOCK_PATH.parent, 0o755)
         real = host.real(LOCK_PATH)
-        descriptor = os.open(real, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+        try:
+            descriptor = os.open(real, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+        except FileNotFoundError:
+            continue  # an uninstall took the directory away just now
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
             # uninstall removes the file: a lock on a name that is gone would not keep anybody out.
@@ -40,7 +43,7 @@ def _open_locked(host: Host, command: str) -> int:
         if same:
             os.ftruncate(descriptor, 0)
             os.write(descriptor, f"{os.getpid()} {command}\n".encode())
-            return descriptor
+            return descriptor, made
         os.close(descriptor)
 
 
@@ -61,7 +64,7 @@ def hold_lock(host: Host, command: str, *, wait: float = 0.0) -> Iterator[None]:
     start = host.monotonic()
     while True:
         try:
-            descriptor = _open_locked(host, command)
+            descriptor, made = _open_locked(host, command)
             break
         except BlockingIOError:
             # Who has the lock writes its name a moment later: one look is not enough.
@@ -80,7 +83,15 @@ def hold_lock(host: Host, command: str, *, wait: float = 0.0) -> Iterator[None]:
     try:
         yield
     finally:
-        os.close(descriptor)
+        try:
+            if not host.live:
+                # An image that is being built must not show that somebody was at work in it.
+                remove_lock(host)
+                for directory in reversed(made):
+                    with contextlib.suppress(OSError):
+                        host.rmdir(directory)
+        finally:
+            os.close(descriptor)
 
 
 def remove_lock(host: Host) -> None:

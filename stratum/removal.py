@@ -10,11 +10,14 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 from stratum.journal import JOURNAL_PATH
+from stratum.lock import LOCK_PATH
 from stratum.receipt import RECEIPT_PATH, STATE_DIRECTORY, Condition, Entry, Receipt
 from stratum.steps import Action, Call, RemoveDirectory, RemoveFile, RemoveTree, Work
 from stratum.system import Host, HostPath
 
 __all__ = ["Left", "Removal", "plan_removal"]
+
+_RUNTIME = LOCK_PATH.parent
 
 
 @dataclass(frozen=True)
@@ -31,9 +34,13 @@ class Left:
 
 @dataclass
 class Removal:
-    """What will go and what will stay."""
+    """What will go and what will stay.
+
+    ``closing`` takes away the record itself and what the lock needs; it is for the very end.
+    """
 
     actions: list[Action] = field(default_factory=list)
+    closing: list[Action] = field(default_factory=list)
     left: list[Left] = field(default_factory=list)
 
 
@@ -48,16 +55,20 @@ def plan_removal(work: Work, *, keep: Sequence[HostPath] = (), released: Sequenc
     host, receipt = work.host, work.receipt
     gone: set[HostPath] = {RECEIPT_PATH, JOURNAL_PATH, *released}
     barred = _barred(receipt, removal)
+    kept: list[Entry] = []
+    late = {STATE_DIRECTORY, *STATE_DIRECTORY.parents, _RUNTIME}
     for entry in sorted(receipt, key=lambda item: item.path.parts, reverse=True):
         if any(parent in barred for parent in (entry.path, *entry.path.parents)):
             continue
-        if entry.path in keep:
+        if entry.path in keep and receipt.condition(entry) != Condition.MISSING:
             removal.left.append(Left(entry.path, "kept, as asked"))
-        elif entry.path != STATE_DIRECTORY:
+            kept.append(entry)
+        elif entry.path not in late:
             _plan_entry(host, receipt, entry, gone, removal)
-    kept = [entry for entry in receipt if entry.path in keep]
-    removal.actions.append(Call("remove", str(RECEIPT_PATH), lambda: _close(work, kept)))
-    _plan_state(host, receipt, gone, removal, bool(kept))
+    removal.closing.append(Call("remove", str(RECEIPT_PATH), lambda: _close(work, kept)))
+    if not kept:
+        _plan_state(host, receipt, gone, removal)
+    _plan_runtime(host, receipt, removal)
     return removal
 
 
@@ -79,22 +90,34 @@ def _plan_entry(host: Host, receipt: Receipt, entry: Entry, gone: set[HostPath],
     if condition == Condition.CHANGED:
         removal.left.append(Left(entry.path, "changed since Stratum wrote it"))
     elif entry.kind == "tree":
-        removal.actions.append(RemoveTree(entry.path))
-        gone.add(entry.path)
+        _plan_tree(host, entry.path, gone, removal)
     elif entry.kind == "directory":
-        _plan_directory(host, entry.path, gone, removal)
+        removal.actions += _plan_directory(host, entry.path, gone, removal)
     else:
         removal.actions.append(RemoveFile(entry.path))
         gone.add(entry.path)
 
 
-def _plan_directory(host: Host, path: HostPath, gone: set[HostPath], removal: Removal) -> None:
+def _plan_tree(host: Host, path: HostPath, gone: set[HostPath], removal: Removal) -> None:
+    # On the running machine mounts are taken away before; a tree is somebody's work in progress.
+    mounts = [] if host.live else host.mounts_within(path)
+    if mounts:
+        removal.left.append(Left(path, f"a file system is mounted at {mounts[0]}"))
+        return
+    removal.actions.append(RemoveTree(path))
+    gone.add(path)
+
+
+def _plan_directory(host: Host, path: HostPath, gone: set[HostPath], removal: Removal) -> list[Action]:
     others = _others(host, path, gone)
     if others:
         removal.left.append(Left(path, f"holds what is not Stratum's: {', '.join(others)}"))
-        return
-    removal.actions.append(RemoveDirectory(path))
+        return []
+    if host.is_mount_point(path):
+        removal.left.append(Left(path, "a file system is mounted there"))
+        return []
     gone.add(path)
+    return [RemoveDirectory(path)]
 
 
 def _others(host: Host, path: HostPath, gone: Iterable[HostPath]) -> list[str]:
@@ -116,7 +139,16 @@ def _close(work: Work, kept: Sequence[Entry]) -> None:
         RemoveFile(path).perform(work)
 
 
-def _plan_state(host: Host, receipt: Receipt, gone: set[HostPath], removal: Removal, kept: bool) -> None:
-    if kept or receipt.get(STATE_DIRECTORY) is None or not host.is_dir(STATE_DIRECTORY):
+def _plan_state(host: Host, receipt: Receipt, gone: set[HostPath], removal: Removal) -> None:
+    """The directory that held the record, and those that were made for it."""
+    for path in (STATE_DIRECTORY, *STATE_DIRECTORY.parents):
+        if receipt.get(path) is not None and host.is_dir(path):
+            removal.closing += _plan_directory(host, path, gone, removal)
+
+
+def _plan_runtime(host: Host, receipt: Receipt, removal: Removal) -> None:
+    """All that is under /run but the lock: without it another run could begin while this one still removes."""
+    if receipt.get(_RUNTIME) is None or not host.is_dir(_RUNTIME) or host.is_link(_RUNTIME):
         return
-    _plan_directory(host, STATE_DIRECTORY, gone, removal)
+    if set(host.listdir(_RUNTIME)) - {LOCK_PATH.name}:
+        removal.closing.append(RemoveTree(_RUNTIME, spare=LOCK_PATH.name))

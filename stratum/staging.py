@@ -6,11 +6,12 @@ what is in it then was left by a run that was cut off.
 
 from __future__ import annotations
 
-from stratum.receipt import Entry, Receipt
+from stratum.journal import JOURNAL_PATH
+from stratum.receipt import RECEIPT_PATH, Entry, Receipt
 from stratum.steps import remove_tree
 from stratum.system import Host, HostPath, unguessable
 
-__all__ = ["OWN_ROOT", "STAGING", "new_staging", "reap_staging"]
+__all__ = ["OWN_ROOT", "STAGING", "new_staging", "reap_staging", "reap_temporaries"]
 
 OWN_ROOT = HostPath("/opt/stratum")
 STAGING = OWN_ROOT / ".staging"
@@ -32,3 +33,19 @@ def reap_staging(host: Host) -> None:
     """Remove what is left in staging, and staging itself. Call it with the lock held. Raises OSError."""
     if host.is_dir(STAGING):
         remove_tree(host, STAGING)
+
+
+def reap_temporaries(host: Host, receipt: Receipt) -> None:
+    """Remove the hidden copies that a killed run left beside the paths of the receipt, and of the record itself.
+
+    A path is recorded before anything is written beside it, so no copy is missed. Call it with the lock held.
+    Raises OSError.
+    """
+    places: dict[HostPath, set[str]] = {}
+    recorded = [entry.path for entry in receipt if entry.kind in ("file", "link")]
+    for path in (RECEIPT_PATH, JOURNAL_PATH, *recorded):
+        places.setdefault(path.parent, set()).add(path.name)
+    for directory, names in places.items():
+        for name in host.listdir(directory) if host.is_dir(directory) else ():
+            if host.temporary_of(name) in names:
+                host.unlink(directory / name)

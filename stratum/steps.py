@@ -8,6 +8,7 @@ step is in the operation journal before its first action, each path is in the re
 from __future__ import annotations
 
 import abc
+import errno
 import stat
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -158,11 +159,12 @@ class RemoveDirectory(Action):
         return str(self.path)
 
     def perform(self, work: Work) -> None:
-        """rmdir(2); what others put there keeps it."""
+        """rmdir(2); what others put there meanwhile keeps it, and so does a mount."""
         try:
             work.host.rmdir(self.path)
-        except FileNotFoundError:
-            pass
+        except OSError as error:
+            if error.errno not in (errno.ENOENT, errno.ENOTEMPTY, errno.EEXIST, errno.EBUSY):
+                raise
 
 
 @dataclass(frozen=True)
@@ -170,6 +172,7 @@ class RemoveTree(Action):
     """Remove a tree whose whole content is ours, without crossing a mount or following a link."""
 
     path: HostPath
+    spare: Optional[str] = None  # the name of an entry at the top that stays, and the top with it
     verb = "remove tree"
 
     @property
@@ -178,13 +181,19 @@ class RemoveTree(Action):
 
     def perform(self, work: Work) -> None:
         """Children first; a mount below stops it with an error before anything behind the mount is touched."""
-        remove_tree(work.host, self.path)
+        if self.spare is None:
+            remove_tree(work.host, self.path)
+            return
+        for name in work.host.listdir(self.path) if work.host.is_dir(self.path) else ():
+            if name != self.spare:
+                remove_tree(work.host, self.path / name)
 
 
 def remove_tree(host: Host, path: HostPath) -> None:
     """Remove ``path`` and everything below it on the same file system.
 
-    Raises :class:`StratumError` when a mount is below: its content is not ours. Raises OSError.
+    Raises :class:`StratumError` when a mount is there or below, and removes nothing then: its content is not
+    ours. Raises OSError.
     """
     try:
         info = host.lstat(path)
@@ -193,6 +202,10 @@ def remove_tree(host: Host, path: HostPath) -> None:
     if not stat.S_ISDIR(info.st_mode):
         host.unlink(path)
         return
+    for mount in host.mounts_within(path):
+        raise StratumError(
+            "mount-in-the-way", f"{path}: a file system is mounted at {mount}", hint=f"run: umount {mount}"
+        )
     for child, child_info in host.walk(path):
         if not stat.S_ISDIR(child_info.st_mode):
             host.unlink(child)

@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import os
+import re
 import signal
 import socket
 import stat
@@ -33,6 +34,7 @@ PathLike = Union[str, PurePosixPath]
 SEARCH_PATH = ("/usr/local/sbin", "/usr/local/bin", "/usr/sbin", "/usr/bin", "/sbin", "/bin")
 
 _LINKS_MAX = 40  # as the kernel's own limit, path_resolution(7)
+_TEMPORARY = re.compile(r"\.(?P<name>.+)\.[0-9a-f]{16}\.tmp\Z", re.DOTALL)
 _STDERR_SHOWN = 600
 _CONNECT_TIMEOUT = 5.0  # seconds
 
@@ -244,6 +246,14 @@ class Host:
         """Set the mode of a file or directory that is not a link; raises OSError."""
         os.chmod(self.real(path), mode)
 
+    def chown(self, path: PathLike, uid: int, gid: int) -> None:
+        """Set the owner of an entry, of a link itself; raises OSError."""
+        os.chown(self.real(path), uid, gid, follow_symlinks=False)
+
+    def utime(self, path: PathLike, mtime: float) -> None:
+        """Set the times of an entry, of a link itself, to ``mtime`` seconds since 1970; raises OSError."""
+        os.utime(self.real(path), (mtime, mtime), follow_symlinks=False)
+
     def write_control(self, path: PathLike, data: bytes) -> None:
         """Write to a file of the kernel's (cgroupfs, procfs), which is neither made nor replaced; raises OSError."""
         descriptor = os.open(self.real(path, follow=True), os.O_WRONLY | os.O_CLOEXEC)
@@ -316,6 +326,12 @@ class Host:
         wanted = HostPath(str(path))
         return wanted.with_name(f".{wanted.name}.{unguessable()}.tmp")
 
+    @staticmethod
+    def temporary_of(name: str) -> Optional[str]:
+        """The name of the file that a name made by :meth:`temporary_name` is for; None for any other name."""
+        found = _TEMPORARY.match(name)
+        return found["name"] if found else None
+
     def walk(self, path: PathLike) -> Iterator[tuple[HostPath, os.stat_result]]:
         """Every entry below ``path``, children before their directory; follows no link, crosses no mount."""
         top = HostPath(str(path))
@@ -330,6 +346,27 @@ class Host:
                 pending += [(child / name, False) for name in reversed(self.listdir(child))]
             else:
                 yield child, info
+
+    def mount_points(self) -> list[str]:
+        """Where this process sees mounts, as real paths; binds of the same file system too, which stat(2) hides.
+
+        Empty without procfs. Format: proc(5), mountinfo.
+        """
+        try:
+            with open("/proc/self/mountinfo", encoding="utf-8", errors="surrogateescape") as file:
+                fields = [line.split(" ", 5) for line in file]
+        except OSError:
+            return []
+        return [re.sub(r"\\([0-7]{3})", lambda found: chr(int(found[1], 8)), item[4]) for item in fields]
+
+    def mounts_within(self, path: PathLike) -> list[str]:
+        """The mounts at ``path`` and below it, as real paths."""
+        top = os.path.realpath(self.real(path))
+        return [mount for mount in self.mount_points() if mount == top or mount.startswith(f"{top}/")]
+
+    def is_mount_point(self, path: PathLike) -> bool:
+        """Whether a file system is mounted at ``path``."""
+        return os.path.realpath(self.real(path)) in self.mount_points()
 
     # -- commands -----------------------------------------------------------------------------------
 

@@ -16,7 +16,7 @@ from stratum.bundle.oci import Component, Descriptor
 from stratum.bundle.unpack import required_space, unpack_layer
 from stratum.bundle.verify import VerifiedBundle
 from stratum.receipt import Condition, Entry, Receipt
-from stratum.staging import STAGING, new_staging
+from stratum.staging import STAGING, new_staging, reap_staging
 from stratum.system import Host, HostPath
 
 __all__ = ["COMPONENTS", "Placement", "component_dir"]
@@ -91,6 +91,18 @@ class Placement:
         missing = {self.bundle.layer_of(item).digest: item for item in self.missing_components()}
         images = self.missing_images()
         staging = new_staging(self.host, self.receipt)
+        try:
+            self._fill(staging, missing, images, advance)
+        finally:
+            reap_staging(self.host)
+
+    def _fill(
+        self,
+        staging: HostPath,
+        missing: dict[str, Component],
+        images: Sequence[Descriptor],
+        advance: Optional[Callable[[int], None]],
+    ) -> None:
         wanted = Wanted(self.bundle.layer_of(item) for item in missing.values())
         with self.store.begin(images, wanted) as importer:
             for descriptor, blob in self.bundle.source.stream_blobs(wanted):
@@ -105,7 +117,6 @@ class Placement:
             self.host.syncfs(staging)
             self._publish(staging, list(missing.values()))
             importer.publish()
-        self.host.rmdir(staging)
 
     def _publish(self, staging: PurePosixPath, components: Sequence[Component]) -> None:
         if not components:

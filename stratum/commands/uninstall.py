@@ -24,7 +24,7 @@ from stratum.scripts import stack as stack_script
 from stratum.scripts.context import Context, add_dry_run, add_output, add_root
 from stratum.scripts.recover import recover
 from stratum.scripts.run import load_work, perform, report
-from stratum.steps import Action, Call, Outcome, RemoveDirectory, RemoveFile, Step, Work
+from stratum.steps import Action, Call, Outcome, RemoveDirectory, RemoveFile, RemoveTree, Step, Work
 from stratum.system import HostPath
 
 ROOTS = (HostPath("/opt/stratum"), STATE_DIRECTORY, HostPath("/run/stratum"))
@@ -155,14 +155,14 @@ def teardown_steps(context: Context, stack: Stack) -> list[Step]:
 
 
 def delete_steps(context: Context, removal: Removal) -> list[Step]:
-    """The deletion, the record last, then systemd's own memory."""
+    """The deletion, then systemd's own memory, the record last: until then a run that is cut off can go on."""
     steps = [Step("delete", "delete what the receipt lists", lambda: removal.actions)]
     if context.host.live:
         steps += [
             Step("traces", "remove what containerd left in /run", lambda: plan_traces(context)),
             Step("forget", "let systemd forget the units", lambda: plan_reload(context)),
         ]
-    return steps
+    return [*steps, Step("close", "remove the record", lambda: removal.closing)]
 
 
 def uninstall(context: Context, work: Work, *, keep_data: bool, dry_run: bool) -> tuple[Outcome, Removal]:
@@ -197,21 +197,34 @@ def uninstall(context: Context, work: Work, *, keep_data: bool, dry_run: bool) -
     return outcome, removal
 
 
+def clear_remains(context: Context) -> None:
+    """Directories of our names without a record: a first run was killed before it wrote one, or a last one after."""
+    host = context.host
+    if not len(load_work(context).receipt):
+        with contextlib.suppress(OSError):
+            host.rmdir(STATE_DIRECTORY)
+        RemoveTree(lock.LOCK_PATH.parent, spare=lock.LOCK_PATH.name).perform(load_work(context))
+
+
 def run(context: Context, arguments: argparse.Namespace) -> int:
     """Uninstall, or list what it would do."""
     context.require_root("uninstall")
-    work = load_work(context)
-    if not len(work.receipt):
+    dry_run = arguments.dry_run
+    with contextlib.nullcontext() if dry_run else lock.hold_lock(context.host, "uninstall"):
+        work = load_work(context)
+        if not dry_run:
+            recover(context, work, Stack(Layout(context.host)), command="uninstall")
+        if len(work.receipt):
+            outcome, removal = uninstall(context, work, keep_data=arguments.keep_data, dry_run=dry_run)
+        else:
+            outcome, removal = Outcome(), Removal()
+        if not dry_run:
+            clear_remains(context)
+            lock.remove_lock(context.host)
+    if not outcome.changed:
         context.out.result("nothing to remove: Stratum is not installed here")
         context.out.document("Result", {"command": "uninstall", "changed": False, "steps": [], "left": []})
         return int(ExitCode.DONE)
-    dry_run = arguments.dry_run
-    with contextlib.nullcontext() if dry_run else lock.hold_lock(context.host, "uninstall"):
-        if not dry_run:
-            recover(context, work, Stack(Layout(context.host)), command="uninstall")
-        outcome, removal = uninstall(context, work, keep_data=arguments.keep_data, dry_run=dry_run)
-        if not dry_run and not context.host.live:
-            lock.remove_lock(context.host)
     for left in removal.left:
         context.out.result(f"{'stays' if dry_run else 'left'}: {left.path}: {left.why}")
     report(context, "uninstall", outcome, dry_run=dry_run, more={"left": [left.to_json() for left in removal.left]})

@@ -71,6 +71,15 @@ def check_version(layout: Layout, target: Target) -> None:
         )
 
 
+def check_places(context: Context, work: Work, layout: Layout, target: Target) -> None:
+    """Somebody else's file at a place of ours is met here, before the first change; raises :class:`StratumError`."""
+    node_script.plan_configuration(work, target.record)
+    node_script.plan_network(work, layout, target.plugins)
+    node_script.plan_units(work, layout)
+    node_script.plan_program(context, work)
+    persistence.plan_enablement(work)
+
+
 def build_steps(context: Context, work: Work, stack: Stack, target: Target) -> list[Step]:
     """The script."""
     layout, record, live = stack.layout, target.record, context.host.live
@@ -98,13 +107,11 @@ def _bring_up(context: Context, arguments: argparse.Namespace, work: Work, stack
         target = read_target(work, layout, bundle)
         check_version(layout, target)
         check_preflight(context, arguments, target)
+        check_places(context, work, layout, target)
         steps = build_steps(context, work, stack, target)
-        outcome = perform(
+        return perform(
             context, work, "up", steps, dry_run=dry_run, source=layout.current(), target=target.record.version
         )
-    if not dry_run and not context.host.live:
-        lock.remove_lock(context.host)
-    return outcome
 
 
 def _undo(context: Context, work: Work, error: BaseException) -> None:
@@ -114,7 +121,7 @@ def _undo(context: Context, work: Work, error: BaseException) -> None:
     reap_staging(context.host)
     removal = plan_removal(work)
     if len(work.receipt):
-        for action in removal.actions:
+        for action in [*removal.actions, *removal.closing]:
             action.perform(work)
     boot.undo_created()
     lock.remove_lock(context.host)

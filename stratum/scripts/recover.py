@@ -9,7 +9,7 @@ from stratum.host import persistence
 from stratum.node.stack import Stack
 from stratum.scripts.context import Context
 from stratum.scripts.switch import recover_switch
-from stratum.staging import reap_staging
+from stratum.staging import reap_staging, reap_temporaries
 from stratum.steps import Work
 
 __all__ = ["recover"]
@@ -23,6 +23,7 @@ def recover(context: Context, work: Work, stack: Stack, *, command: str) -> None
     Raises :class:`StratumError` when that fails, or when it takes a decision that only the admin can make.
     """
     reap_staging(context.host)
+    reap_temporaries(context.host, work.receipt)
     operation = work.journal.unfinished()
     if operation is None or not context.host.live:
         return
@@ -34,7 +35,7 @@ def recover(context: Context, work: Work, stack: Stack, *, command: str) -> None
 
 
 def _recover_uninstall(context: Context, work: Work, step: Optional[str]) -> None:
-    if step in ("delete", "traces", "forget"):
+    if step in ("delete", "traces", "forget", "close"):
         raise StratumError(
             "uninstall-unfinished",
             "an uninstall was cut off while it deleted files: this node cannot run any more",

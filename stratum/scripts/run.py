@@ -6,7 +6,7 @@ import contextlib
 from collections.abc import Mapping, Sequence
 from typing import Callable, Optional
 
-from stratum.errors import ExitCode
+from stratum.errors import ExitCode, StratumError
 from stratum.journal import Journal
 from stratum.lock import hold_lock
 from stratum.node.layout import Layout
@@ -26,10 +26,10 @@ def load_work(context: Context) -> Work:
 
 def open_state(work: Work) -> None:
     """Make the state directory, so that the receipt and the journal have a place. Raises OSError."""
-    if not work.host.is_dir(STATE_DIRECTORY):
-        # It cannot be recorded before it is there: it is what holds the record.
-        work.host.makedirs(STATE_DIRECTORY, 0o755)
-    work.receipt.record(Entry(STATE_DIRECTORY, "directory"))
+    missing = [path for path in reversed(STATE_DIRECTORY.parents) if not work.host.is_dir(path)]
+    # It cannot be recorded before it is there: it is what holds the record.
+    work.host.makedirs(STATE_DIRECTORY, 0o755)
+    work.receipt.record(*(Entry(path, "directory") for path in (*missing, STATE_DIRECTORY)))
 
 
 def announce(context: Context, dry_run: bool) -> Callable[[Step, Sequence[Action]], None]:
@@ -66,11 +66,18 @@ def perform(
         outcome = run_steps(work, steps, dry_run=dry_run, before_first_change=begin, on_step=announce(context, dry_run))
     except Exception as error:
         if not dry_run:
-            with contextlib.suppress(OSError):
+            with contextlib.suppress(OSError, StratumError):
                 work.journal.fail(str(error))
         raise
-    if outcome.changed and not dry_run:
+    if dry_run:
+        return outcome
+    if outcome.changed:
         work.journal.finish()
+    else:
+        last = work.journal.unfinished()
+        if last is not None and last.name == name:
+            # It was cut off after its last change, or has nothing left to do by now.
+            work.journal.settle("done")
     return outcome
 
 
