@@ -12,7 +12,7 @@ import json
 import stat
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
-from typing import Optional
+from typing import Any, Optional
 
 from stratum import atomicfile
 from stratum.errors import StratumError
@@ -24,6 +24,7 @@ STATE_DIRECTORY = HostPath("/var/lib/stratum")
 RECEIPT_PATH = STATE_DIRECTORY / "receipt.json"
 
 _FORMAT = 1
+_KINDS = ("file", "directory", "link", "tree")
 _REMEMBERED = 8  # contents of ours that one path may have had; older ones count as somebody else's
 _CHUNK = 1 << 20
 
@@ -66,6 +67,24 @@ class Condition:
     CHANGED = "changed"
 
 
+def _entry_json(entry: Entry) -> dict[str, object]:
+    value: dict[str, object] = {"path": str(entry.path), "kind": entry.kind}
+    return {**value, "contents": entry.contents} if entry.contents else value
+
+
+def _entry_from_json(item: Any) -> Entry:
+    """Parse an entry; raises ValueError, KeyError, TypeError or AttributeError."""
+    path, kind, contents = item["path"], item["kind"], item.get("contents", [])
+    # Whatever made the file wrong, a path that leads elsewhere must not be removed.
+    if not path.startswith("/") or path != str(HostPath(path)) or ".." in HostPath(path).parts or path == "/":
+        raise ValueError(f"path {path!r}")
+    if kind not in _KINDS:
+        raise ValueError(f"{path}: kind {kind!r}")
+    if not isinstance(contents, list) or not all(isinstance(content, str) for content in contents):
+        raise ValueError(f"{path}: contents {contents!r}")
+    return Entry(HostPath(path), kind, tuple(contents))
+
+
 class Receipt:
     """The record under ``/var/lib/stratum``, kept on the disk at each change."""
 
@@ -84,10 +103,7 @@ class Receipt:
             value = json.loads(data)
             if value["format"] != _FORMAT:
                 raise ValueError(f"format {value['format']!r}")
-            entries = [
-                Entry(HostPath(item["path"]), str(item["kind"]), tuple(item.get("contents", ())))
-                for item in value["entries"]
-            ]
+            entries = [_entry_from_json(item) for item in value["entries"]]
         except (ValueError, KeyError, TypeError, AttributeError) as error:
             raise StratumError(
                 "receipt-unreadable",
@@ -131,15 +147,9 @@ class Receipt:
             self._write()
 
     def _write(self) -> None:
-        value = {
-            "format": _FORMAT,
-            "entries": [
-                {"path": str(entry.path), "kind": entry.kind}
-                | ({"contents": list(entry.contents)} if entry.contents else {})
-                for entry in self._entries.values()
-            ],
-        }
-        data = json.dumps(value, indent=1, sort_keys=True).encode() + b"\n"
+        # A line for each entry, and each by itself: with indent= json uses its slow encoder, and this is written often.
+        entries = ",\n".join(json.dumps(_entry_json(entry), sort_keys=True) for entry in self._entries.values())
+        data = f'{{"format": {_FORMAT}, "entries": [\n{entries}\n]}}\n'.encode()
         atomicfile.write_file(self.host, RECEIPT_PATH, data, 0o600)
 
     def condition(self, entry: Entry) -> str:
