@@ -57,6 +57,9 @@ _NAME = re.compile(r"[a-z0-9](?:[a-z0-9._-]{0,62}[a-z0-9])?\Z")
 _VERSION = re.compile(r"[A-Za-z0-9](?:[A-Za-z0-9._+~-]{0,126}[A-Za-z0-9])?\Z")
 # Names that would collide with entries that the node's base directory has for itself.
 _RESERVED_VERSIONS = frozenset({"current", "components"})
+# What a version directory has of its own, whatever its components place.
+_RESERVED_PATHS = frozenset({"bundle.json"})
+_DIRECTORIES = frozenset({"bin", "libexec", "cni", "cni/bin"})
 
 
 @dataclass(frozen=True)
@@ -362,6 +365,11 @@ def _check_tree(components: Iterable[Component], where: str) -> None:
                 raise malformed(where, f"two components place {entry.path}")
             if other.mode != entry.mode:
                 raise malformed(where, f"two components give {entry.path} different modes")
+    for path in _RESERVED_PATHS & set(kinds):
+        raise malformed(where, f"{path} is placed by Stratum itself")
+    for path in _DIRECTORIES & set(kinds):
+        if kinds[path].type != "directory":
+            raise malformed(where, f"{path} is a {kinds[path].type} and must be a directory")
     for path in kinds:
         for parent in itertools.accumulate(path.split("/")[:-1], posixpath.join):
             if parent in kinds and kinds[parent].type != "directory":

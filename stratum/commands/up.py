@@ -18,7 +18,7 @@ from stratum.errors import ExitCode, StratumError
 from stratum.host import persistence
 from stratum.node.layout import Layout
 from stratum.node.stack import Stack
-from stratum.node.versions import read_record
+from stratum.node.versions import usable_record
 from stratum.removal import plan_removal
 from stratum.scripts import images as image_script
 from stratum.scripts import node as node_script
@@ -62,7 +62,7 @@ def check_version(layout: Layout, target: Target) -> None:
             f"version {current} is active and the bundle has {target.record.version}; `up` does not change versions",
             hint="run: stratum upgrade",
         )
-    known = read_record(layout, target.record.version) if current else None
+    known = usable_record(layout, target.record.version) if current else None
     if known and known.manifest != target.record.manifest:
         raise StratumError(
             "version-differs",

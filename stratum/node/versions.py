@@ -15,7 +15,9 @@ from stratum.receipt import Entry, Receipt, content_digest, file_digest
 from stratum.staging import STAGING, new_staging, reap_staging
 from stratum.system import Host, HostPath, unguessable
 
-__all__ = ["VersionRecord", "assemble", "differences", "read_record", "relink"]
+__all__ = ["VersionRecord", "assemble", "differences", "read_record", "relink", "usable_record"]
+
+_DIRECTORIES = ("bin", "libexec", "cni", "cni/bin")  # that every version has
 
 
 @dataclass(frozen=True)
@@ -79,6 +81,14 @@ def read_record(layout: Layout, version: str) -> Optional[VersionRecord]:
         return None
 
 
+def usable_record(layout: Layout, version: str) -> Optional[VersionRecord]:
+    """The record of an installed version, or None when it is missing or damaged: for who has another to put there."""
+    try:
+        return read_record(layout, version)
+    except StratumError:
+        return None
+
+
 def _tree_entries(host: Host, source: HostPath, target: HostPath) -> list[Entry]:
     """The receipt's entries for a copy of ``source`` at ``target``, parents first."""
     entries = [Entry(target, "directory")]
@@ -117,7 +127,7 @@ def assemble(layout: Layout, receipt: Receipt, record: VersionRecord, components
     host = layout.host
     staging = new_staging(host, receipt)
     try:
-        for name in ("bin", "libexec", "cni", "cni/bin"):
+        for name in _DIRECTORIES:
             host.mkdir(staging / name, 0o755)
         for component in components:
             _link_tree(host, component, staging)
@@ -141,17 +151,30 @@ def assemble(layout: Layout, receipt: Receipt, record: VersionRecord, components
 def relink(layout: Layout, receipt: Receipt, record: VersionRecord, components: Sequence[HostPath]) -> None:
     """Put every file of ``components`` back into an installed version, each by one rename. Raises OSError.
 
-    For a version that may be in use: at no moment is a program of it missing.
+    For a version that may be in use: at no moment is a program of it missing. Raises :class:`StratumError` when a
+    directory of it is a link now, or when a component itself is damaged.
     """
     host, target = layout.host, layout.version_dir(record.version)
+    for path in (target, *(target / name for name in _DIRECTORIES)):
+        _make_directory(host, target, path)
     for component in components:
+        damaged = differences(receipt, component)
+        if damaged or not host.is_dir(component):
+            raise StratumError(
+                "component-damaged",
+                f"{damaged[0] if damaged else component}: is not what the bundle placed there",
+                hint="run: stratum up --bundle FILE",
+            )
         receipt.record(*_tree_entries(host, component, target))
         for source, info in host.walk(component):
             there = target / source.relative_to(component)
-            if stat.S_ISDIR(info.st_mode) or _same(host, source, there):
+            if stat.S_ISDIR(info.st_mode):
+                _make_directory(host, target, there)
+                continue
+            _make_directory(host, target, there.parent)
+            if _same(host, source, there):
                 continue
             temporary = host.temporary_name(there)
-            host.makedirs(there.parent)
             if stat.S_ISLNK(info.st_mode):
                 host.symlink(host.readlink(source), temporary)
             else:
@@ -161,6 +184,16 @@ def relink(layout: Layout, receipt: Receipt, record: VersionRecord, components: 
     content = record.to_bytes()
     receipt.record(Entry(target / VERSION_FILE, "file", (content_digest(content),)))
     atomicfile.write_file(host, target / VERSION_FILE, content)
+
+
+def _make_directory(host: Host, top: HostPath, path: HostPath) -> None:
+    for directory in (path, *path.parents):
+        if host.is_link(directory) and top in (directory, *directory.parents):
+            # What it leads to is somebody else's.
+            raise StratumError(
+                "link-in-the-way", f"{directory}: was a directory and is a link now", hint=f"remove {directory}"
+            )
+    host.makedirs(path)
 
 
 def _same(host: Host, source: HostPath, there: HostPath) -> bool:

@@ -17,7 +17,7 @@ from stratum.node.history import note_activation, read_history
 from stratum.node.layout import Layout
 from stratum.node.stack import UNITS, Stack
 from stratum.node.units import UnitSpec, render_units
-from stratum.node.versions import VersionRecord, assemble, differences, read_record, relink
+from stratum.node.versions import VersionRecord, assemble, differences, read_record, relink, usable_record
 from stratum.receipt import STATE_DIRECTORY, Entry
 from stratum.scripts.context import Context
 from stratum.staging import OWN_ROOT
@@ -101,8 +101,10 @@ def plan_version(work: Work, layout: Layout, record: VersionRecord) -> list[Acti
     """Make the version directory, or put back what is missing or changed in it."""
     directory = layout.version_dir(record.version)
     components = [component_dir(layer) for _, _, layer in record.components]
-    known = read_record(layout, record.version) if layout.host.is_dir(directory) else None
-    if known is None or (known.manifest != record.manifest and layout.current() != record.version):
+    known = usable_record(layout, record.version)
+    # The directory of the active version is not replaced, not even for a moment: its programs run.
+    active = layout.current() == record.version
+    if not active and (known is None or known.manifest != record.manifest):
         return [Call("assemble", str(directory), lambda: assemble(layout, work.receipt, record, components))]
     if differences(work.receipt, directory) or known != record:
         return [Call("repair", str(directory), lambda: relink(layout, work.receipt, record, components))]

@@ -75,9 +75,9 @@ def perform(
         work.journal.finish()
     else:
         last = work.journal.unfinished()
-        if last is not None and last.name == name:
+        if last is not None and name in (last.name, "up"):
             # It was cut off after its last change, or has nothing left to do by now.
-            work.journal.settle("done")
+            work.journal.settle("done" if last.name == name else "rolled-back")
     return outcome
 
 
