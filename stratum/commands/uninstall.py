@@ -23,7 +23,7 @@ from stratum.removal import Removal, plan_removal
 from stratum.scripts import stack as stack_script
 from stratum.scripts.context import Context, add_dry_run, add_output, add_root
 from stratum.scripts.recover import recover
-from stratum.scripts.run import load_work, perform, report
+from stratum.scripts.run import ignore_signals, load_work, perform, report
 from stratum.steps import Action, Call, Outcome, RemoveDirectory, RemoveFile, RemoveTree, Step, Work
 from stratum.system import HostPath
 
@@ -173,9 +173,12 @@ def uninstall(context: Context, work: Work, *, keep_data: bool, dry_run: bool) -
         found = find(context)
         try:
             outcome = perform(context, work, "uninstall", teardown_steps(context, stack), dry_run=dry_run)
-        except (StratumError, OSError, KeyboardInterrupt) as error:
+        except BaseException as error:
             if not dry_run:
+                ignore_signals()
                 failed = put_back(context, stack, found)
+                if not failed:
+                    work.journal.roll_back(str(error) or "interrupted")
                 if isinstance(error, StratumError):
                     error.state = "nothing was deleted; " + (
                         f"not everything could be put back: {'; '.join(failed)}"

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import signal
 from typing import Optional
 
 from stratum import boot, lock
@@ -27,7 +26,7 @@ from stratum.scripts import supervise
 from stratum.scripts.choice import add_bundle_arguments, open_trusted
 from stratum.scripts.context import Context, add_dry_run, add_output, add_root
 from stratum.scripts.recover import recover
-from stratum.scripts.run import load_work, perform, report
+from stratum.scripts.run import ignore_signals, load_work, perform, report
 from stratum.scripts.target import Target, check_preflight, target_of_bundle, target_of_version
 from stratum.staging import reap_staging
 from stratum.steps import Outcome, Step, Work
@@ -116,8 +115,7 @@ def _bring_up(context: Context, arguments: argparse.Namespace, work: Work, stack
 
 def _undo(context: Context, work: Work, error: BaseException) -> None:
     """Take back what a first run made before it failed, so that the host is as it was."""
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-        signal.signal(number, signal.SIG_IGN)
+    ignore_signals()
     reap_staging(context.host)
     removal = plan_removal(work)
     if len(work.receipt):

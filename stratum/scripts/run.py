@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import signal
 from collections.abc import Mapping, Sequence
 from typing import Callable, Optional
 
@@ -16,7 +17,13 @@ from stratum.scripts.context import Context
 from stratum.scripts.recover import recover
 from stratum.steps import Action, Outcome, Step, Work, run_steps
 
-__all__ = ["announce", "load_work", "open_state", "perform", "report", "run_script"]
+__all__ = ["announce", "ignore_signals", "load_work", "open_state", "perform", "report", "run_script"]
+
+
+def ignore_signals() -> None:
+    """What takes back an interrupted run is not interrupted in its turn."""
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, signal.SIG_IGN)
 
 
 def load_work(context: Context) -> Work:
