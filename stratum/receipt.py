@@ -140,7 +140,7 @@ class Receipt:
 
     def forget(self, *paths: PathLike) -> None:
         """Drop the entries of ``paths`` and write the receipt; raises OSError."""
-        known = [HostPath(str(path)) for path in paths if HostPath(str(path)) in self._entries]
+        known = {HostPath(str(path)) for path in paths} & set(self._entries)
         for path in known:
             del self._entries[path]
         if known:
