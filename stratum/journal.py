@@ -36,6 +36,20 @@ class Operation:
 
 
 _SETTLED = ("done", "rolled-back")
+_STATES = ("running", "failed", *_SETTLED)
+
+
+def _check(operation: Operation) -> None:
+    """Raise ValueError unless the fields are what this module writes: recovery acts on them."""
+    texts = (operation.source, operation.target, operation.step, operation.error)
+    if not isinstance(operation.name, str) or not all(text is None or isinstance(text, str) for text in texts):
+        raise ValueError("a field is no text")
+    if any(version and "/" in version for version in (operation.source, operation.target)):
+        raise ValueError(f"no version: {operation.source!r} or {operation.target!r}")
+    if not isinstance(operation.started, (int, float)) or not isinstance(operation.proven, bool):
+        raise ValueError("a field has another type")
+    if operation.state not in _STATES:
+        raise ValueError(f"state {operation.state!r}")
 
 
 class Journal:
@@ -48,8 +62,9 @@ class Journal:
     def read(self) -> Optional[Operation]:
         """The last operation, or None; raises :class:`StratumError` when the file is damaged."""
         try:
-            value = json.loads(self.host.read_bytes(JOURNAL_PATH))
-            return Operation(**value)
+            operation = Operation(**json.loads(self.host.read_bytes(JOURNAL_PATH)))
+            _check(operation)
+            return operation
         except FileNotFoundError:
             return None
         except (ValueError, TypeError) as error:

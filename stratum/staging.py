@@ -6,6 +6,8 @@ what is in it then was left by a run that was cut off.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from stratum.journal import JOURNAL_PATH
 from stratum.receipt import RECEIPT_PATH, Entry, Receipt
 from stratum.steps import remove_tree
@@ -20,8 +22,8 @@ STAGING = OWN_ROOT / ".staging"
 def new_staging(host: Host, receipt: Receipt) -> HostPath:
     """A new empty directory; its parents are recorded before they are made. Raises OSError."""
     if not host.is_dir(STAGING):
-        missing = [path for path in reversed(OWN_ROOT.parents) if not host.is_dir(path)]
-        receipt.record(*(Entry(path, "directory") for path in [*missing, OWN_ROOT]), Entry(STAGING, "tree"))
+        missing = [path for path in (*reversed(OWN_ROOT.parents), OWN_ROOT) if not host.is_dir(path)]
+        receipt.record(*(Entry(path, "directory") for path in missing), Entry(STAGING, "tree"))
         host.makedirs(OWN_ROOT)
         host.mkdir(STAGING, 0o700)
     path = STAGING / unguessable()
@@ -35,15 +37,15 @@ def reap_staging(host: Host) -> None:
         remove_tree(host, STAGING)
 
 
-def reap_temporaries(host: Host, receipt: Receipt) -> None:
+def reap_temporaries(host: Host, receipt: Receipt, more: Sequence[HostPath] = ()) -> None:
     """Remove the hidden copies that a killed run left beside the paths of the receipt, and of the record itself.
 
-    A path is recorded before anything is written beside it, so no copy is missed. Call it with the lock held.
-    Raises OSError.
+    A path is recorded before anything is written beside it, so no copy is missed; ``more`` are files that are
+    not recorded one by one. Call it with the lock held. Raises OSError.
     """
     places: dict[HostPath, set[str]] = {}
     recorded = [entry.path for entry in receipt if entry.kind in ("file", "link")]
-    for path in (RECEIPT_PATH, JOURNAL_PATH, *recorded):
+    for path in (RECEIPT_PATH, JOURNAL_PATH, *more, *recorded):
         places.setdefault(path.parent, set()).add(path.name)
     for directory, names in places.items():
         for name in host.listdir(directory) if host.is_dir(directory) else ():
