@@ -30,12 +30,16 @@ _CALL_TIMEOUT = 60.0
 _IMPORT_TIMEOUT = 1800.0
 
 
-def config_version(containerd_version: str) -> int:
-    """The configuration format of a containerd release; raises :class:`BundleError` for an unknown one."""
+def _release(containerd_version: str) -> tuple[int, int]:
     found = re.match(r"v?(\d+)\.(\d+)", containerd_version)
     if not found:
         raise BundleError("containerd-version", f"containerd {containerd_version!r}: cannot read its version")
-    major, minor = int(found[1]), int(found[2])
+    return int(found[1]), int(found[2])
+
+
+def config_version(containerd_version: str) -> int:
+    """The configuration format of a containerd release; raises :class:`BundleError` for an unknown one."""
+    major, minor = _release(containerd_version)
     if (major, minor) in ((1, 6), (1, 7)):
         return 2
     if major == 2:
@@ -47,7 +51,9 @@ def render_config(containerd_version: str) -> bytes:
     """containerd's configuration for a release. Raises :class:`BundleError` for an unknown one."""
     version = config_version(containerd_version)
     cri = "io.containerd.grpc.v1.cri" if version == 2 else "io.containerd.cri.v1.runtime"
-    # Format 3 split the CRI plugin and renamed bin_dir to bin_dirs in 2.1, which still reads the old name.
+    # 2.1 renamed bin_dir, warns of the old name at each call of ctr and says that 2.3 knows it no more.
+    renamed = _release(containerd_version) >= (2, 1)
+    bin_dir = f'bin_dirs = ["{CNI_BIN_DIR}"]' if renamed else f'bin_dir = "{CNI_BIN_DIR}"'
     # containerd 2 listens for NRI plugins by default, at a fixed place that another containerd may want.
     nri = f"""
 [plugins."io.containerd.nri.v1.nri"]
@@ -65,7 +71,7 @@ state = "{STATE_ROOT}"
   path = "{DATA_ROOT}/opt"
 
 [plugins."{cri}".cni]
-  bin_dir = "{CNI_BIN_DIR}"
+  {bin_dir}
   conf_dir = "{CNI_CONF_DIR}"
 
 [plugins."{cri}".containerd.runtimes.runc]
