@@ -91,6 +91,10 @@ class Journal:
         """Record that the target was seen ready."""
         self._update(proven=True)
 
+    def turn_back(self, error: str) -> None:
+        """Record that the operation failed with ``error`` and that the way to the source begins."""
+        self._update(proven=False, error=error)
+
     def roll_back(self, error: str) -> None:
         """Record that the operation failed with ``error`` and that the source runs again."""
         self._update(state="rolled-back", step=None, error=error)

@@ -47,7 +47,9 @@ class UpgradeError(StratumError):
     """An upgrade failed past its preparation; ``exit_code`` says whether the way back worked."""
 
     def __init__(self, failure: BaseException, rollback: Sequence[StratumError], previous: Optional[str]) -> None:
-        said = failure.message if isinstance(failure, StratumError) else (str(failure) or type(failure).__name__)
+        said = failure.message if isinstance(failure, StratumError) else str(failure)
+        if not isinstance(failure, Exception):
+            said = f"cut off: {type(failure).__name__}"
         reference = failure.reference if isinstance(failure, StratumError) else "upgrade-failed"
         hint = failure.hint if isinstance(failure, StratumError) else None
         super().__init__(reference, said, hint=hint)
@@ -299,23 +301,32 @@ class Backend:
                 errors.append(StratumError("system-error", f"{step.name}: {error}"))
         return errors
 
-    def upgrade(self, version: str, wait_ready: Hook, *, on_step: Optional[OnStep] = None) -> None:
+    def upgrade(
+        self,
+        version: str,
+        wait_ready: Hook,
+        *,
+        on_step: Optional[OnStep] = None,
+        on_failure: Optional[Callable[[BaseException], object]] = None,
+    ) -> None:
         """Switch to a prepared version; on a failure past the stop the previous one runs again.
 
-        Raises :class:`UpgradeError` (also for a signal that cut it off, after going back).
+        ``on_failure`` hears of the failure before the way back starts. Raises :class:`UpgradeError`; a signal that
+        cut the switch off is raised again when the previous version runs.
         """
         previous = self.layout.current()
         try:
             for step in self.switch_steps(version, wait_ready):
                 self._do(step, on_step)
         except BaseException as failure:
+            if on_failure:
+                on_failure(failure)
             if previous is None:
                 raise
             flipped = self._turned_from(previous)
             errors = self._rollback_errors(previous, flipped, on_step)
-            if isinstance(failure, (StratumError, OSError)):
+            if errors or isinstance(failure, (StratumError, OSError)):
                 raise UpgradeError(failure, errors, previous) from failure
-            join_errors(errors, "rollback")
             raise
 
     def _turned_from(self, previous: str) -> bool:

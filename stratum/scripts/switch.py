@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import signal
 from collections.abc import Sequence
-from typing import Optional
+from types import FrameType
+from typing import Callable, Optional
 
 from stratum.errors import CommandError, StratumError
 from stratum.host import persistence
@@ -77,51 +79,89 @@ def switch_version(context: Context, work: Work, stack: Stack, record: VersionRe
     current = stack.layout.current()
     previous = read_record(stack.layout, current) if current else None
     backend = stack_script.make_backend(work, stack, record=record, previous=previous)
-    work.journal.begin(name, source=current, target=record.version)
-    ready = functools.partial(_wait_ready, context, work, stack, record)
     performed: Performed = []
+    going_back: list[BaseException] = []
 
     def note(step: Step, actions: Sequence[Action]) -> None:
         context.out.note(f"{step.name}: {step.summary}")
         performed.append((step, actions))
 
-    try:
-        with _deaf_when_going_back():
-            backend.upgrade(record.version, ready, on_step=note)
-    except UpgradeError as error:
-        tail = journal_tail(context.host, UNIT_CONTAINERD, 5)
-        if tail and tail[-1] not in error.message:
-            context.out.note("\n".join(f"  {UNIT_CONTAINERD}: {line}" for line in tail))
-        _settle_failure(work, error)
-        raise
-    except BaseException as error:
-        work.journal.roll_back(f"cut off: {type(error).__name__}")
-        raise
-    work.journal.prove()
-    finish_switch(context, work, record.version)
+    with _Signals() as signals:
+
+        def ready() -> None:
+            _wait_ready(context, work, stack, record)
+            # From the proof on the way is forward, and nothing that is left to do takes long.
+            signals.ignore()
+            work.journal.prove()
+
+        def failed(failure: BaseException) -> None:
+            signals.ignore()
+            going_back.append(failure)
+            _add_journal(context, failure)
+            with contextlib.suppress(OSError, StratumError):
+                work.journal.turn_back(_said(failure))
+
+        try:
+            work.journal.begin(name, source=current, target=record.version)
+            backend.upgrade(record.version, ready, on_step=note, on_failure=failed)
+        except BaseException as error:
+            # A signal can come between a failure and the way back: then the next run finds the switch unfinished.
+            _settle_failure(work, error, went_back=bool(going_back) or not performed)
+            raise
+        finish_switch(context, work, record.version)
     return performed
 
 
-def _settle_failure(work: Work, error: UpgradeError) -> None:
-    if error.rolled_back:
-        work.journal.roll_back(error.message)
-    else:
-        work.journal.fail(error.message)
+def _said(failure: BaseException) -> str:
+    if isinstance(failure, StratumError):
+        return failure.message
+    return str(failure) if isinstance(failure, Exception) else f"cut off: {type(failure).__name__}"
 
 
-class _deaf_when_going_back:  # noqa: N801 - reads as a word of the with statement
-    """After the first signal no other one interrupts: the way back is not to be cut off by a second Ctrl-C."""
+def _add_journal(context: Context, failure: BaseException) -> None:
+    """Let a gate's error say what the unit said last; a start that failed says it already."""
+    if isinstance(failure, StratumError) and failure.reference != "unit-failed":
+        tail = journal_tail(context.host, UNIT_CONTAINERD, 5)
+        if tail:
+            failure.message += f"; {UNIT_CONTAINERD} said last: {' | '.join(tail)}"
 
-    def __enter__(self) -> None:
-        self.previous = signal.getsignal(signal.SIGINT)
-        signal.signal(signal.SIGINT, self._once)
 
-    def _once(self, *_: object) -> None:
-        signal.signal(signal.SIGINT, signal.SIG_IGN)
-        raise KeyboardInterrupt
+def _settle_failure(work: Work, error: BaseException, *, went_back: bool) -> None:
+    """The journal's last word on a failed switch; a full disk must not hide why it failed."""
+    with contextlib.suppress(OSError, StratumError):
+        if went_back and not (isinstance(error, UpgradeError) and not error.rolled_back):
+            work.journal.roll_back(_said(error))
+        else:
+            work.journal.fail(_said(error))
+
+
+class _Signals:
+    """The signals that end a run: the first one turns a switch back, and nothing cuts off the way back."""
+
+    def __init__(self) -> None:
+        self.ignored = False
+        self._before: dict[signal.Signals, Callable[[int, Optional[FrameType]], object]] = {}
+
+    def __enter__(self) -> _Signals:
+        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+            before = signal.getsignal(number)
+            if callable(before):  # one that is ignored, as SIGINT is in the background of a shell, stays so
+                self._before[number] = before
+                signal.signal(number, self._first)
+        return self
+
+    def _first(self, number: int, frame: Optional[FrameType]) -> None:
+        if not self.ignored:
+            self.ignore()
+            self._before[signal.Signals(number)](number, frame)
+
+    def ignore(self) -> None:
+        """From now on nothing is cut off."""
+        self.ignored = True
 
     def __exit__(self, *_: object) -> None:
-        signal.signal(signal.SIGINT, self.previous)
+        for number, before in self._before.items():
+            signal.signal(number, before)
 
 
 def finish_switch(context: Context, work: Work, version: str) -> None:
