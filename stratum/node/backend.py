@@ -276,11 +276,17 @@ class Backend:
         steps.append(Step("rollback-start", "start the units", lambda: back._start_actions(back.units)))
         return steps
 
-    def _do(self, step: Step, on_step: Optional[OnStep]) -> None:
+    def _do(self, step: Step, on_step: Optional[OnStep], unrecorded: Optional[list[StratumError]] = None) -> None:
+        """Do a step; with ``unrecorded`` also when the journal cannot be written, and say so there."""
         actions = step.plan()
         if not actions:
             return
-        self.work.journal.step(step.name)
+        try:
+            self.work.journal.step(step.name)
+        except OSError as error:
+            if unrecorded is None:
+                raise
+            unrecorded.append(StratumError("journal-unwritten", f"{step.name}: the journal: {error}"))
         if on_step:
             on_step(step, actions)
         for action in actions:
@@ -294,7 +300,7 @@ class Backend:
         errors: list[StratumError] = []
         for step in self.rollback_steps(previous, flip=flip):
             try:
-                self._do(step, on_step)
+                self._do(step, on_step, errors)
             except StratumError as error:
                 errors.append(error)
             except OSError as error:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 from dataclasses import dataclass
 
+from stratum import systemd
 from stratum.errors import CommandError, StratumError
 from stratum.node import cni, containerd, pods, reaper
 from stratum.node.layout import Layout
@@ -21,6 +22,8 @@ __all__ = ["CONTAINER_CGROUPS", "UNITS", "Stack"]
 UNITS = (UNIT_CONTAINERD,)
 STARTED = HostPath("/run/stratum/started.json")
 GATE_TIMEOUT = 120.0  # seconds that containerd has to answer its first call
+STEADY_TIME = 3.0  # seconds that a new version must go on for after its first answer
+_STEADY_POLL = 0.5
 _GRACE = 10.0  # seconds that containers have to end by themselves
 # containerd puts containers without a systemd slice below a group named after their namespace.
 CONTAINER_CGROUPS = tuple(HostPath("/sys/fs/cgroup") / name for name in (containerd.NAMESPACE, "k8s.io"))
@@ -73,6 +76,23 @@ class Stack:
         """The gate behind a unit: containerd answers a call. Raises :class:`StratumError`."""
         if unit == UNIT_CONTAINERD:
             self.ctr.wait_until_answers(timeout)
+
+    def wait_steady(self, seconds: float = STEADY_TIME) -> None:
+        """See that units which answered do not end right after it. Raises :class:`StratumError`."""
+        before = systemd.read_units(self.host, UNITS)
+        deadline = self.host.monotonic() + seconds
+        while self.host.monotonic() < deadline:
+            self.host.sleep(_STEADY_POLL)
+            now = systemd.read_units(self.host, UNITS)
+            for unit in UNITS:
+                if now[unit].active != "active" or now[unit].main_pid != before[unit].main_pid:
+                    raise StratumError(
+                        "unit-unsteady",
+                        f"{unit}: ended again within {seconds:g} s of its first answer",
+                        hint=f"read all of it: journalctl --boot --unit {unit}",
+                    )
+        for unit in UNITS:
+            self.wait_ready(unit)
 
     # -- the end ------------------------------------------------------------------------------------
 

@@ -28,7 +28,12 @@ __all__ = ["check_programs", "plan_check", "plan_program", "recover_switch", "sw
 
 Performed = list[tuple[Step, Sequence[Action]]]
 # Programs of a version that can say their version: the way to see that they run on this host at all.
-_SELF_CHECKS = {"containerd": ("--version",), "runc": ("--version",), "ctr": ("--version",)}
+_SELF_CHECKS = {
+    "containerd": ("--version",),
+    "containerd-shim-runc-v2": ("-v",),
+    "runc": ("--version",),
+    "ctr": ("--version",),
+}
 _CHECK_TIMEOUT = 30.0
 
 
@@ -58,11 +63,12 @@ def plan_check(work: Work, layout: Layout, version: str) -> list[Action]:
 
 
 def _wait_ready(context: Context, work: Work, stack: Stack, record: VersionRecord) -> None:
-    """The gate of a switch: containerd answers and the version's images are there."""
+    """The gate of a switch: containerd answers and goes on, and the version's images are there."""
     stack.wait_ready(UNIT_CONTAINERD)
     for step in image_script.import_steps(context, stack, record):
         for action in step.plan():
             action.perform(work)
+    stack.wait_steady()
 
 
 def switch_plan(context: Context, work: Work, stack: Stack, record: VersionRecord) -> Sequence[Step]:
