@@ -105,19 +105,25 @@ def _run(arguments: argparse.Namespace, out: Output) -> int:
     try:
         return int(_module(arguments.command).run(_context(arguments, out), arguments))
     except StratumError as error:
-        if out.debug:
-            raise
-        out.error(error)
-        return int(error.exit_code)
+        return _failed(out, error)
     except OSError as error:
-        if out.debug:
-            raise
-        out.error(_from_oserror(error))
-        return int(ExitCode.FAILED)
+        return _failed(out, _from_oserror(error))
+    except Exception as error:  # noqa: BLE001 - a fault of ours is one line too; the traceback is for --debug
+        said = f"{type(error).__name__}: {error}"
+        return _failed(out, StratumError("internal-error", said, hint="this is a fault of stratum: add --debug"))
     except KeyboardInterrupt:
         return _stopped(out, "interrupted", ExitCode.INTERRUPTED)
     except Terminated:
         return _stopped(out, "terminated", ExitCode.TERMINATED)
+
+
+def _failed(out: Output, error: StratumError) -> int:
+    if out.debug:
+        import traceback
+
+        out.trace(traceback.format_exc())
+    out.error(error)
+    return int(error.exit_code)
 
 
 def _from_oserror(error: OSError) -> StratumError:
@@ -137,11 +143,11 @@ def main(argv: Optional[Sequence[str]] = None) -> int:
     parser = build_parser(only if only in COMMANDS else "")
     arguments = parser.parse_args(words)
     out = Output(as_json=getattr(arguments, "output", "text") == "json", quiet=arguments.quiet, debug=arguments.debug)
-    signal.signal(signal.SIGTERM, _on_signal)
-    signal.signal(signal.SIGHUP, _on_signal)
-    try:
-        return _run(arguments, out)
-    except BrokenPipeError:
-        # The reader of our output left (`stratum logs | head`); there is nothing to say to anybody.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
-        return int(ExitCode.FAILED)
+    for number in (signal.SIGTERM, signal.SIGHUP):
+        if signal.getsignal(number) != signal.SIG_IGN:  # nohup(1) wants it so
+            signal.signal(number, _on_signal)
+    status = _run(arguments, out)
+    for file in out.lost:
+        # What is still in its buffer must not fail once more when the interpreter ends.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), file.fileno())
+    return status or int(ExitCode.FAILED if out.cut_off else ExitCode.DONE)

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import json
 import sys
 import time
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Optional, Protocol, TextIO
 
 from stratum.errors import StratumError
@@ -50,18 +51,29 @@ class _Bar:
         self.bar = tqdm(total=total or None, desc=label, unit="B", unit_scale=True, leave=False, file=file)
 
     def advance(self, amount: int) -> None:
-        self.bar.update(amount)
+        with contextlib.suppress(OSError):  # the terminal is gone
+            self.bar.update(amount)
+
+
+def _one_line(text: str) -> str:
+    """``text`` without line ends and control sequences: file names and programs' own words may hold any."""
+    return "".join(char if char.isprintable() else char.encode("unicode_escape").decode() for char in text)
 
 
 @dataclass
 class Output:
-    """Where a command speaks. ``as_json``: results are one JSON document on stdout."""
+    """Where a command speaks. ``as_json``: results are one JSON document on stdout.
+
+    ``lost`` are the streams that took no more; ``cut_off`` says that a result did not reach its file.
+    """
 
     as_json: bool = False
     quiet: bool = False
     debug: bool = False
     stdout: Optional[TextIO] = None
     stderr: Optional[TextIO] = None
+    lost: list[TextIO] = field(default_factory=list)
+    cut_off: bool = False
 
     def __post_init__(self) -> None:
         self.stdout = self.stdout or sys.stdout
@@ -69,8 +81,14 @@ class Output:
 
     def _print(self, text: str, file: Optional[TextIO]) -> None:
         # Both are None when the caller closed them (cloud-init may): there is nobody to tell.
-        if file is not None:
+        if file is None or file in self.lost:
+            return
+        try:
             print(text, file=file, flush=True)
+        except OSError as error:
+            # A reader that left, a terminal that is gone, a full disk: no reason to leave a node half made.
+            self.lost.append(file)
+            self.cut_off = self.cut_off or (file is self.stdout and error.errno != errno.EPIPE)
 
     def result(self, text: str) -> None:
         """A line of the result, for people; with JSON output the document says it instead."""
@@ -90,15 +108,19 @@ class Output:
 
     def warn(self, text: str) -> None:
         """Something that deserves attention and does not stop the work."""
-        self._print(f"stratum: warning: {text}", self.stderr)
+        self._print(f"stratum: warning: {_one_line(text)}", self.stderr)
+
+    def trace(self, text: str) -> None:
+        """Where an error came from, for ``--debug``."""
+        self._print(text.rstrip(), self.stderr)
 
     def error(self, error: StratumError) -> None:
         """The end of a failed run: what, what state it left, what to do."""
-        self._print(f"stratum: error[{error.reference}]: {error.message}", self.stderr)
+        self._print(f"stratum: error[{error.reference}]: {_one_line(error.message)}", self.stderr)
         if error.state:
-            self._print(f"state: {error.state}", self.stderr)
+            self._print(f"state: {_one_line(error.state)}", self.stderr)
         if error.hint:
-            self._print(f"hint: {error.hint}", self.stderr)
+            self._print(f"hint: {_one_line(error.hint)}", self.stderr)
         details = {
             "reference": error.reference,
             "message": error.message,
@@ -118,4 +140,5 @@ class Output:
         try:
             yield bar
         finally:
-            bar.bar.close()
+            with contextlib.suppress(OSError):
+                bar.bar.close()
