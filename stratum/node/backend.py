@@ -387,8 +387,7 @@ class Backend:
         for name in self.host.listdir(cni.HOST_BIN_DIR):
             path = cni.HOST_BIN_DIR / name
             if cni.is_ours(self.host, path, self.layout.cni_bin_dir):
-                RemoveFile(path).perform(self.work)
-                self.work.receipt.forget(path)
+                cni.withdraw(self.work, path)
         if not self.host.listdir(cni.HOST_BIN_DIR):
             RemoveDirectory(cni.HOST_BIN_DIR).perform(self.work)
             self.work.receipt.forget(cni.HOST_BIN_DIR)

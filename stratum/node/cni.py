@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from typing import Any, BinaryIO, Optional
 
 from stratum.errors import StratumError
-from stratum.steps import Action, Work, plan_directory, plan_link
+from stratum.steps import Action, Call, PlaceLink, RemoveFile, Work, plan_directory, plan_link
 from stratum.system import Host, HostPath
 
 __all__ = [
@@ -31,6 +31,7 @@ __all__ = [
     "release_attachment",
     "render_network",
     "subnet_in_force",
+    "withdraw",
 ]
 
 NETWORK = "stratum"
@@ -119,23 +120,43 @@ def choose_subnet(host: Host) -> str:
 def plan_plugin_links(work: Work, plugins: Sequence[str], active: HostPath) -> list[Action]:
     """Links in the host's plugin directory, each to the plugin of its name below the ``current`` link.
 
-    A flip then switches the plugins too. A file that is no link, or a link that leads elsewhere, belongs to
-    somebody else and is left alone (seed 000, LinkCNIPlugins).
+    A flip then switches the plugins too; links of ours to plugins that are no more go. A file that is no link, or a
+    link that leads out of our versions, belongs to somebody else and is left alone (seed 000, LinkCNIPlugins).
     """
     actions: list[Action] = []
     for name in plugins:
-        path = HOST_BIN_DIR / name
-        target = str(active / name)
-        if work.host.lexists(path) and not is_ours(work.host, path, active):
-            continue
-        actions += plan_link(work, path, target)
+        path, target = HOST_BIN_DIR / name, str(active / name)
+        if not work.host.lexists(path):
+            actions += plan_link(work, path, target)
+        elif _leads_into(work.host, path, active.parents[2]) and not (
+            work.host.readlink(path) == target and work.receipt.get(path)
+        ):
+            actions.append(PlaceLink(path, target))
+    names = work.host.listdir(HOST_BIN_DIR) if work.host.is_dir(HOST_BIN_DIR) else []
+    stale = [HOST_BIN_DIR / name for name in names if name not in plugins]
+    actions += [
+        Call("remove", str(path), functools.partial(withdraw, work, path))
+        for path in stale
+        if is_ours(work.host, path, active)
+    ]
     made = {action.subject for action in actions}
-    directories = [item for item in plan_directory(work.host, HOST_BIN_DIR) if item.subject not in made]
+    parents = plan_directory(work.host, HOST_BIN_DIR) if plugins else []
+    directories = [item for item in parents if item.subject not in made]
     return directories + _without_repeats(actions)
+
+
+def withdraw(work: Work, path: HostPath) -> None:
+    """Remove a file or link of ours and its record. Raises OSError."""
+    RemoveFile(path).perform(work)
+    work.receipt.forget(path)
 
 
 def _without_repeats(actions: Sequence[Action]) -> list[Action]:
     return list(dict.fromkeys(actions))
+
+
+def _leads_into(host: Host, path: HostPath, base: HostPath) -> bool:
+    return host.is_link(path) and base in HostPath(host.readlink(path)).parents
 
 
 def is_ours(host: Host, path: HostPath, active: HostPath) -> bool:

@@ -124,11 +124,16 @@ def plan_configuration(work: Work, record: VersionRecord) -> list[Action]:
 
 
 def plan_network(work: Work, layout: Layout, plugins: tuple[str, ...]) -> list[Action]:
-    """The bridge network and the links to the plugins, when the bundle has plugins."""
-    if "bridge" not in plugins:
-        return plan_directory(work.host, cni.CONFIG_PATH.parent)
-    network = cni.render_network(cni.choose_subnet(work.host))
-    return plan_file(work, cni.CONFIG_PATH, network) + cni.plan_plugin_links(work, plugins, layout.cni_bin_dir)
+    """The links to the plugins, and the bridge network for a version that has the plugin for it."""
+    links = cni.plan_plugin_links(work, plugins, layout.cni_bin_dir)
+    if "bridge" in plugins:
+        network = cni.render_network(cni.choose_subnet(work.host))
+        return plan_file(work, cni.CONFIG_PATH, network) + links
+    actions: list[Action] = plan_directory(work.host, cni.CONFIG_PATH.parent)
+    if work.receipt.owns(cni.CONFIG_PATH):
+        # The version before had it; without its plugin every container would fail to start.
+        actions.append(Call("remove", str(cni.CONFIG_PATH), lambda: cni.withdraw(work, cni.CONFIG_PATH)))
+    return actions + links
 
 
 def unit_spec(layout: Layout) -> UnitSpec:
