@@ -6,7 +6,7 @@ from typing import Optional
 
 from stratum.errors import StratumError
 from stratum.host import persistence
-from stratum.node.stack import Stack
+from stratum.node.stack import STARTED, Stack
 from stratum.scripts.context import Context
 from stratum.scripts.switch import recover_switch
 from stratum.staging import reap_staging, reap_temporaries
@@ -23,7 +23,7 @@ def recover(context: Context, work: Work, stack: Stack, *, command: str) -> None
     Raises :class:`StratumError` when that fails, or when it takes a decision that only the admin can make.
     """
     reap_staging(context.host)
-    reap_temporaries(context.host, work.receipt)
+    reap_temporaries(context.host, work.receipt, (STARTED, persistence.OVERRIDE))
     operation = work.journal.unfinished()
     if operation is None or not context.host.live:
         return
