@@ -22,6 +22,7 @@ class Mount:
     type: str
     source: str
     options: frozenset[str]
+    tags: frozenset[str] = frozenset()  # the optional fields: "shared:12", "master:3" and others
 
 
 def _unescape(text: str) -> str:
@@ -40,7 +41,8 @@ def read_mounts(host: Host) -> list[Mount]:
         fields, rest = left.split(" "), right.split(" ")
         if len(fields) >= 6 and len(rest) >= 2:
             options = frozenset(fields[5].split(","))
-            mounts.append(Mount(HostPath(_unescape(fields[4])), rest[0], _unescape(rest[1]), options))
+            tags = frozenset(fields[6:])
+            mounts.append(Mount(HostPath(_unescape(fields[4])), rest[0], _unescape(rest[1]), options, tags))
     return mounts
 
 

@@ -8,23 +8,16 @@ from __future__ import annotations
 
 import errno
 import os
-import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Callable, Optional
+from typing import Callable
 
-from stratum.host.mounts import mount_types
+from stratum.host.finding import REJECT, WARN, Finding
+from stratum.host.floor import check_cgroup, check_kernel, parse_kernel_release
 from stratum.system import SEARCH_PATH, Host, HostPath
 
 __all__ = ["REJECT", "WARN", "Finding", "Need", "check_host", "detect_unmanaged", "parse_kernel_release"]
 
-REJECT = "reject"
-WARN = "warn"
-
-# Seed 004, CheckFloor: the hard floor and the target of the kernel.
-KERNEL_FLOOR = (4, 19, 57)
-KERNEL_TARGET = (5, 10, 0)
-_CGROUP2_SUPER_MAGIC = "cgroup2"
 UNIT_DIRS = tuple(
     HostPath(name)
     for name in ("/etc/systemd/system", "/run/systemd/system", "/usr/lib/systemd/system", "/lib/systemd/system")
@@ -39,20 +32,6 @@ OPTIONAL_COMMANDS = {
 _WRITABLE = ("/etc/stratum", "/etc/systemd/system", "/opt/stratum", "/var/lib/stratum", "/run", "/usr/local/bin")
 OWNED = HostPath("/opt/stratum")
 _EXECUTABLE = ("/opt/stratum", "/usr/local/bin")
-
-
-@dataclass(frozen=True)
-class Finding:
-    """Something that preflight has to say: ``check`` is its name, ``severity`` ``reject`` or ``warn``."""
-
-    check: str
-    severity: str
-    message: str
-    hint: str
-
-    def to_json(self) -> dict[str, object]:
-        """The form of ``--output json``."""
-        return {"check": self.check, "severity": self.severity, "message": self.message, "hint": self.hint}
 
 
 @dataclass(frozen=True)
@@ -88,41 +67,6 @@ def check_systemd(host: Host) -> list[Finding]:
             "boot the host with systemd; Stratum runs the node as systemd units",
         )
     ]
-
-
-def check_cgroup(host: Host) -> list[Finding]:
-    """cgroup v2 alone at /sys/fs/cgroup; the hybrid layout counts as version 1."""
-    kind = mount_types(host).get(HostPath("/sys/fs/cgroup"))
-    if kind == _CGROUP2_SUPER_MAGIC:
-        return []
-    found = f"its type is {kind}" if kind else "nothing is mounted there"
-    return [
-        Finding(
-            "cgroup-v2",
-            REJECT,
-            f"/sys/fs/cgroup is not the cgroup v2 file system ({found})",
-            "boot with systemd.unified_cgroup_hierarchy=1 on the kernel command line",
-        )
-    ]
-
-
-def parse_kernel_release(release: str) -> Optional[tuple[int, int, int]]:
-    """The numbers at the start of a release string such as ``5.14.0-427.el9`` or ``6.1-rc3``; None without."""
-    found = re.match(r"(\d+)\.(\d+)(?:\.(\d+))?", release)
-    return (int(found[1]), int(found[2]), int(found[3] or 0)) if found else None
-
-
-def check_kernel(host: Host) -> list[Finding]:
-    """The kernel floor of seed 004 (CheckFloor)."""
-    release = host.kernel_release()
-    version = parse_kernel_release(release)
-    if version is None:
-        return [Finding("kernel", WARN, f"cannot read a version in the kernel release {release!r}", "check it by hand")]
-    if version < KERNEL_FLOOR:
-        return [Finding("kernel", REJECT, f"kernel {release} is older than 4.19.57", "install a newer kernel")]
-    if version < KERNEL_TARGET:
-        return [Finding("kernel", WARN, f"kernel {release} is older than 5.10", "a newer kernel is advised")]
-    return []
 
 
 def check_commands(host: Host) -> list[Finding]:
