@@ -21,9 +21,12 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import PurePosixPath
-from typing import IO, BinaryIO, Callable, Optional, Union, cast
+from typing import IO, TYPE_CHECKING, BinaryIO, Callable, Optional, Union, cast
 
 from stratum.errors import CommandError, StratumError
+
+if TYPE_CHECKING:
+    from stratum.libselinux import FileContexts
 
 __all__ = ["SEARCH_PATH", "Completed", "Host", "HostPath", "PathLike", "unguessable"]
 
@@ -76,6 +79,7 @@ class Host:
 
     root: str = "/"
     environ: Mapping[str, str] = field(default_factory=lambda: dict(os.environ))
+    _contexts: Optional[tuple[int, FileContexts]] = field(default=None, init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         self.root = os.path.realpath(self.root)
@@ -203,6 +207,43 @@ class Host:
         """The content of a file as text; what is not UTF-8 is kept as surrogate escapes."""
         return self.read_bytes(path).decode("utf-8", "surrogateescape")
 
+    def getxattr(self, path: PathLike, name: str) -> Optional[bytes]:
+        """An extended attribute of an entry, of a link itself; None where there is none. Raises OSError."""
+        try:
+            return os.getxattr(self.real(path), name, follow_symlinks=False)
+        except OSError as error:
+            if error.errno in (errno.ENODATA, errno.ENOTSUP):
+                return None
+            raise
+
+    def policy_label(self, path: PathLike, mode: int) -> Optional[str]:
+        """The SELinux label that this machine's policy wants for ``path`` with the file type in ``mode``.
+
+        None when the policy wants none or cannot be asked, and for a directory tree.
+        """
+        if not self.live:
+            return None
+        try:
+            return self._file_contexts().lookup(str(path), mode)
+        except (ImportError, OSError, AttributeError, MemoryError):
+            # No libselinux here, or none that can be loaded: callers keep the label that is there.
+            return None
+
+    def _file_contexts(self) -> FileContexts:
+        # A policy module that comes or goes renames the files in this directory, which changes its time.
+        from stratum.libselinux import FileContexts
+
+        stamp = 0
+        for name in os.listdir("/etc/selinux"):
+            with contextlib.suppress(OSError):
+                stamp = max(stamp, os.stat(f"/etc/selinux/{name}/contexts/files").st_mtime_ns)
+        if self._contexts is None or self._contexts[0] != stamp:
+            if self._contexts is not None:
+                self._contexts[1].close()
+                self._contexts = None
+            self._contexts = (stamp, FileContexts())
+        return self._contexts[1]
+
     # -- changing -----------------------------------------------------------------------------------
 
     def mkdir(self, path: PathLike, mode: int = 0o755) -> None:
@@ -249,6 +290,10 @@ class Host:
     def chown(self, path: PathLike, uid: int, gid: int) -> None:
         """Set the owner of an entry, of a link itself; raises OSError."""
         os.chown(self.real(path), uid, gid, follow_symlinks=False)
+
+    def setxattr(self, path: PathLike, name: str, value: bytes) -> None:
+        """Set an extended attribute of an entry, of a link itself; raises OSError."""
+        os.setxattr(self.real(path), name, value, follow_symlinks=False)
 
     def utime(self, path: PathLike, mtime: float) -> None:
         """Set the times of an entry, of a link itself, to ``mtime`` seconds since 1970; raises OSError."""

@@ -47,6 +47,7 @@ class Recipe:
     suite: str
     packages: tuple[str, ...]
     machine: bool = True
+    labelled: bool = False  # each file has its SELinux label
 
     @property
     def label(self) -> str:
@@ -59,6 +60,9 @@ class Recipe:
 BOOKWORM = Recipe("bookworm", _MACHINE_PACKAGES)
 TRIXIE = Recipe("trixie", _MACHINE_PACKAGES)
 UNSTABLE = Recipe("unstable", _MACHINE_PACKAGES)
+#: What meddles with interfaces: a firewall with zones, and NetworkManager.
+FIREWALLD = Recipe("bookworm", (*_MACHINE_PACKAGES, "firewalld", "network-manager"))
+SELINUX = Recipe("bookworm", (*_MACHINE_PACKAGES, "selinux-policy-default", "policycoreutils"), labelled=True)
 
 #: Roots with nothing but a Python: 3.9, 3.11, 3.13 and the newest that Debian has.
 PYTHON_ROOTS = tuple(
@@ -188,4 +192,8 @@ def _hooks(recipe: Recipe) -> list[tuple[str, str]]:
         f'chroot "$1" systemctl mask --quiet {" ".join(_MASKED)} && '
         ': >"$1/etc/machine-id" && rm -f "$1/etc/resolv.conf" && : >"$1/etc/resolv.conf"'
     )
-    return [("essential", initrd), ("customize", settle)]
+    # -m: this machine mounts nothing with labels, and they are written all the same.
+    contexts = "etc/selinux/default/contexts/files/file_contexts"
+    label = f'chroot "$1" setfiles -m -F /{contexts} /'
+    hooks = [("essential", initrd), ("customize", settle)]
+    return [*hooks, ("customize", label)] if recipe.labelled else hooks
