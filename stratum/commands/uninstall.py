@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import functools
+import stat
 from dataclasses import dataclass
 from typing import Callable
 
@@ -25,7 +26,7 @@ from stratum.scripts.context import Context, add_dry_run, add_output, add_root
 from stratum.scripts.recover import recover
 from stratum.scripts.run import ignore_signals, load_work, perform, report
 from stratum.steps import Action, Call, Outcome, RemoveDirectory, RemoveFile, RemoveTree, Step, Work
-from stratum.system import HostPath
+from stratum.system import Host, HostPath
 
 ROOTS = (HostPath("/opt/stratum"), STATE_DIRECTORY, HostPath("/run/stratum"))
 # containerd and runc keep these outside of the state directory that they are told; the names are theirs.
@@ -122,6 +123,11 @@ def plan_reload(context: Context) -> list[Action]:
     return [Call("make systemd forget", persistence.UNIT, lambda: persistence.forget(context.host, UNITS))]
 
 
+def _is_dead_socket(host: Host, path: HostPath) -> bool:
+    # The shims of every containerd of the host have their sockets there; one that answers is somebody else's.
+    return stat.S_ISSOCK(host.lstat(path).st_mode) and not host.listens(path)
+
+
 def plan_traces(context: Context) -> list[Action]:
     """Empty directories and dead sockets that containerd and runc left at fixed places."""
     host = context.host
@@ -131,10 +137,10 @@ def plan_traces(context: Context) -> list[Action]:
         if not host.is_dir(path):
             continue
         for name in host.listdir(path):
-            if path.name == "s":
+            if path.name == "s" and _is_dead_socket(host, path / name):
                 actions.append(RemoveFile(path / name))
                 gone.add(path / name)
-            elif path.name in ("runc", "fifo") and not host.listdir(path / name):
+            elif path.name in ("runc", "fifo") and host.is_dir(path / name) and not host.listdir(path / name):
                 actions.append(RemoveDirectory(path / name))
                 gone.add(path / name)
         if all(path / name in gone for name in host.listdir(path)):
@@ -172,7 +178,8 @@ def uninstall(context: Context, work: Work, *, keep_data: bool, dry_run: bool) -
     if context.host.live:
         found = find(context)
         try:
-            outcome = perform(context, work, "uninstall", teardown_steps(context, stack), dry_run=dry_run)
+            steps = teardown_steps(context, stack)
+            outcome = perform(context, work, "uninstall", steps, dry_run=dry_run, ends=False)
         except BaseException as error:
             if not dry_run:
                 ignore_signals()

@@ -64,10 +64,18 @@ def _apply(host: Host, subnet: str) -> None:
         _iptables(host, "--append", "POSTROUTING", "--jump", CHAIN)
 
 
+def _in_force(host: Host, subnet: str) -> bool:
+    if f" {subnet} " in f"{_nft_text(host)} ":
+        return True
+    # A chain that nothing jumps to does nothing: a run that was cut off leaves it so.
+    jump = ("--check", "POSTROUTING", "--jump", CHAIN)
+    return f" {subnet} " in f"{_iptables_text(host)} " and _iptables(host, *jump, check=False) == 0
+
+
 def plan_masquerade(host: Host, subnet: str) -> list[Action]:
     """What makes containers in ``subnet`` leave the host under its address; nothing when it is so, or cannot be."""
     tool = next((name for name in ("nft", "iptables") if host.which(name)), None)
-    if tool is None or f" {subnet} " in f"{_nft_text(host)} {_iptables_text(host)} ":
+    if tool is None or _in_force(host, subnet):
         return []
     what = f"{subnet}, in the {'table ' + TABLE if tool == 'nft' else 'chain ' + CHAIN} of {tool}"
     return [Call("masquerade", what, lambda: _apply(host, subnet))]

@@ -62,8 +62,12 @@ def perform(
     dry_run: bool,
     source: Optional[str] = None,
     target: Optional[str] = None,
+    ends: bool = True,
 ) -> Outcome:
-    """Do the steps (or print them) and keep the journal: begun before the first change, then done or failed."""
+    """Do the steps (or print them) and keep the journal: begun before the first change, then done or failed.
+
+    With ``ends`` false it stays open: the same operation goes on with more steps.
+    """
 
     def begin() -> None:
         open_state(work)
@@ -76,7 +80,7 @@ def perform(
             with contextlib.suppress(OSError, StratumError):
                 work.journal.fail(str(error))
         raise
-    if dry_run:
+    if dry_run or not ends:
         return outcome
     if outcome.changed:
         work.journal.finish()

@@ -81,7 +81,8 @@ def stop_unit_errors(stack: Stack, units: Sequence[str]) -> list[StratumError]:
 def plan_stop(stack: Stack, units: Sequence[str]) -> list[Action]:
     """Stop ``units`` in the order given, as far as they run."""
     states = systemd.read_units(stack.host, units)
-    running = [name for name in units if states[name].installed and states[name].active not in ("inactive", "failed")]
+    # By its state alone: a unit whose file somebody deleted may well run.
+    running = [name for name in units if states[name].active not in ("inactive", "failed")]
     if not running:
         return []
     return [Call("stop", ", ".join(running), lambda: join_errors(stop_unit_errors(stack, running), "stop"))]
