@@ -141,6 +141,8 @@ class MachineHost(FaultHost):
     failing: dict[str, int] = field(default_factory=dict)
     images: dict[str, str] = field(default_factory=dict)
     silent: bool = False  # containerd starts and never answers
+    chains: dict[str, list[str]] = field(default_factory=dict)  # of the firewall, in the table nat
+    sockets: set[str] = field(default_factory=set)  # where somebody else listens
     clock: float = 1_800_000_000.0
     user: int = 0
     hooks: dict[str, Callable[[], object]] = field(default_factory=dict)
@@ -174,6 +176,8 @@ class MachineHost(FaultHost):
         return super().which(name)
 
     def listens(self, path: PathLike) -> bool:
+        if str(path) in self.sockets:
+            return True
         return str(path) == str(containerd.ADDRESS) and self.active("stratum-containerd.service") and not self.silent
 
     def kill(self, pid: int, still_the_same: Callable[[], bool]) -> None:
@@ -218,8 +222,14 @@ class MachineHost(FaultHost):
                 self.failing[start] -= 1
                 return 1, ""
         name = argv[0].rpartition("/")[2]
-        play = {"systemctl": self._systemctl, "ctr": self._ctr, "umount": self._umount, "ip": self._ip}.get(name)
-        return play(argv[1:], data) if play else (0, "")
+        players = {
+            "systemctl": self._systemctl,
+            "ctr": self._ctr,
+            "umount": self._umount,
+            "ip": self._ip,
+            "iptables": self._iptables,
+        }
+        return players[name](argv[1:], data) if name in players else (0, "")
 
     # -- systemd --
 
@@ -310,6 +320,30 @@ class MachineHost(FaultHost):
         table.write_text("\n".join(lines) + "\n")
         return 0, ""
 
+    def _iptables(self, argv: list[str], _data: bytes) -> tuple[int, str]:
+        words = [word for word in argv if word not in ("--wait", "10", "--table", "nat")]
+        action, chain = words[0], words[1]
+        known = self.chains.setdefault("POSTROUTING", [])
+        if action == "--new-chain":
+            status = 1 if chain in self.chains else 0
+            self.chains.setdefault(chain, [])
+            return status, ""
+        if chain not in self.chains:
+            return 1, ""
+        rule = " ".join(words[2:])
+        if action == "--append":
+            self.chains[chain].append(rule)
+        elif action == "--check":
+            return (0 if rule in known else 1), ""
+        elif action == "--delete":
+            known.remove(rule)
+        elif action == "--flush":
+            self.chains[chain].clear()
+        elif action == "--delete-chain":
+            del self.chains[chain]
+        rules = [f"-A {chain} {rule}" for rule in self.chains.get(chain, [])]
+        return 0, "\n".join([f"-N {chain}", *rules]) + "\n"
+
     def _ip(self, argv: list[str], _data: bytes) -> tuple[int, str]:
         if argv[:2] == ["link", "delete"]:
             interface = Path(self.real(f"/sys/class/net/{argv[3]}"))
@@ -374,7 +408,8 @@ class Desk:
 
     def __init__(self, directory: Path) -> None:
         self.directory = directory
-        self.archive = directory / "stratum.pyz"
+        (directory / "usb").mkdir()
+        self.archive = directory / "usb" / "stratum.pyz"
         self.archive.write_bytes(b"#!/usr/bin/env python3\nthe program\n")
         self.key = directory / "publisher.pub"
         self.key.write_bytes(key_pair("publisher")[1].to_bytes())
