@@ -40,14 +40,13 @@ def reap_staging(host: Host) -> None:
 def reap_temporaries(host: Host, receipt: Receipt, more: Sequence[HostPath] = ()) -> None:
     """Remove the hidden copies that a killed run left beside the paths of the receipt, and of the record itself.
 
-    A path is recorded before anything is written beside it, so no copy is missed; ``more`` are files that are
+    A directory that was hidden in order to be removed is one of them. A path is recorded before anything is written beside it, so no copy is missed; ``more`` are files that are
     not recorded one by one. Call it with the lock held. Raises OSError.
     """
     places: dict[HostPath, set[str]] = {}
-    recorded = [entry.path for entry in receipt if entry.kind in ("file", "link")]
-    for path in (RECEIPT_PATH, JOURNAL_PATH, *more, *recorded):
+    for path in (RECEIPT_PATH, JOURNAL_PATH, *more, *(entry.path for entry in receipt)):
         places.setdefault(path.parent, set()).add(path.name)
     for directory, names in places.items():
         for name in host.listdir(directory) if host.is_dir(directory) else ():
             if host.temporary_of(name) in names:
-                host.unlink(directory / name)
+                remove_tree(host, directory / name)

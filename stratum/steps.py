@@ -35,6 +35,8 @@ __all__ = [
     "plan_directory",
     "plan_file",
     "plan_link",
+    "refuse_mounts",
+    "remove_tree",
     "run_steps",
 ]
 
@@ -189,6 +191,14 @@ class RemoveTree(Action):
                 remove_tree(work.host, self.path / name)
 
 
+def refuse_mounts(host: Host, path: HostPath) -> None:
+    """Raise :class:`StratumError` when a file system is mounted at ``path`` or below it."""
+    for mount in host.mounts_within(path):
+        raise StratumError(
+            "mount-in-the-way", f"{path}: a file system is mounted at {mount}", hint=f"run: umount {mount}"
+        )
+
+
 def remove_tree(host: Host, path: HostPath) -> None:
     """Remove ``path`` and everything below it on the same file system.
 
@@ -202,10 +212,7 @@ def remove_tree(host: Host, path: HostPath) -> None:
     if not stat.S_ISDIR(info.st_mode):
         host.unlink(path)
         return
-    for mount in host.mounts_within(path):
-        raise StratumError(
-            "mount-in-the-way", f"{path}: a file system is mounted at {mount}", hint=f"run: umount {mount}"
-        )
+    refuse_mounts(host, path)
     for child, child_info in host.walk(path):
         if not stat.S_ISDIR(child_info.st_mode):
             host.unlink(child)

@@ -14,7 +14,7 @@ from typing import Optional
 
 from stratum import atomicfile
 from stratum.errors import BundleNotFoundError, StratumError
-from stratum.steps import remove_tree
+from stratum.steps import refuse_mounts, remove_tree
 from stratum.system import Host, HostPath
 
 __all__ = ["DEFAULT_BASE", "Layout", "VersionActiveError", "make_traversable"]
@@ -100,6 +100,12 @@ class Layout:
                 f"{link}: leads to {target}, which is no version of {self.base}",
                 hint=f"remove {link}, then run again",
             )
+        if self.host.is_link(self.version_dir(name)):
+            raise StratumError(
+                "current-outside",
+                f"{link}: leads to {target}, which is a link and no version of {self.base}",
+                hint=f"remove {link}, then run again",
+            )
         if not self.host.is_dir(self.version_dir(name)):
             raise StratumError(
                 "current-dangles",
@@ -137,7 +143,12 @@ class Layout:
             raise VersionActiveError(version)
         if version not in self.versions():
             raise BundleNotFoundError("version-missing", f"{version}: not installed under {self.base}")
-        remove_tree(self.host, self.version_dir(version))
+        directory = self.version_dir(version)
+        refuse_mounts(self.host, directory)
+        # By one rename: a removal that is cut off must not leave half a version. The next run finds the rest.
+        hidden = self.host.temporary_name(directory)
+        self.host.rename(directory, hidden)
+        remove_tree(self.host, hidden)
 
     def remove_all(self) -> None:
         """Delete the base directory, the active version included. Raises OSError."""

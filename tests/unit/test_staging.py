@@ -99,10 +99,10 @@ def test_hidden_copies_beside_recorded_paths_go_and_nothing_else(host: FaultHost
     token = "0123456789abcdef"
     ours = [f"/etc/.ours.{token}.tmp", f"{RECEIPT_PATH.parent}/.{RECEIPT_PATH.name}.{token}.tmp"]
     ours.append(f"{JOURNAL_PATH.parent}/.{JOURNAL_PATH.name}.{token}.tmp")
+    host.makedirs(f"/etc/.dir.{token}.tmp/half")
     theirs = [
         "/etc/ours",
         f"/etc/.theirs.{token}.tmp",
-        f"/etc/.dir.{token}.tmp",
         "/etc/.ours.tmp",
         "/etc/.ours.short.tmp",
         f"/etc/.ours.{token}.tmp.bak",
@@ -113,6 +113,7 @@ def test_hidden_copies_beside_recorded_paths_go_and_nothing_else(host: FaultHost
         host.open_new(name, 0o600).close()
     reap_temporaries(host, receipt)
     assert [name for name in ours if host.lexists(name)] == []
+    assert not host.lexists(f"/etc/.dir.{token}.tmp"), "a directory that was being removed"
     assert [name for name in theirs if host.lexists(name)] == theirs
 
 
