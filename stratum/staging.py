@@ -40,8 +40,9 @@ def reap_staging(host: Host) -> None:
 def reap_temporaries(host: Host, receipt: Receipt, more: Sequence[HostPath] = ()) -> None:
     """Remove the hidden copies that a killed run left beside the paths of the receipt, and of the record itself.
 
-    A directory that was hidden in order to be removed is one of them. A path is recorded before anything is written beside it, so no copy is missed; ``more`` are files that are
-    not recorded one by one. Call it with the lock held. Raises OSError.
+    A directory that was hidden in order to be removed is one of them. A path is recorded before anything is
+    written beside it, so no copy is missed; ``more`` are files that are not recorded one by one. Call it with the
+    lock held. Raises OSError.
     """
     places: dict[HostPath, set[str]] = {}
     for path in (RECEIPT_PATH, JOURNAL_PATH, *more, *(entry.path for entry in receipt)):
