@@ -9,7 +9,6 @@ from __future__ import annotations
 import argparse
 import contextlib
 import functools
-import stat
 from dataclasses import dataclass
 from typing import Callable
 
@@ -19,20 +18,17 @@ from stratum.host import forwarding, masquerade, mounts, network, persistence
 from stratum.node import cni, containerd
 from stratum.node.layout import Layout
 from stratum.node.stack import UNITS, Stack
+from stratum.node.traces import plan_traces
 from stratum.receipt import STATE_DIRECTORY
 from stratum.removal import Removal, plan_removal
 from stratum.scripts import stack as stack_script
 from stratum.scripts.context import Context, add_dry_run, add_output, add_root
 from stratum.scripts.recover import recover
 from stratum.scripts.run import ignore_signals, load_work, perform, report
-from stratum.steps import Action, Call, Outcome, RemoveDirectory, RemoveFile, RemoveTree, Step, Work
-from stratum.system import Host, HostPath
+from stratum.steps import Action, Call, Outcome, RemoveTree, Step, Work
+from stratum.system import HostPath
 
 ROOTS = (HostPath("/opt/stratum"), STATE_DIRECTORY, HostPath("/run/stratum"))
-# containerd and runc keep these outside of the state directory that they are told; the names are theirs.
-RUNTIME_TRACES = tuple(
-    HostPath(path) for path in ("/run/containerd/s", "/run/containerd/fifo", "/run/containerd/runc", "/run/containerd")
-)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -123,37 +119,12 @@ def plan_reload(context: Context) -> list[Action]:
     return [Call("make systemd forget", persistence.UNIT, lambda: persistence.forget(context.host, UNITS))]
 
 
-def _is_dead_socket(host: Host, path: HostPath) -> bool:
-    # The shims of every containerd of the host have their sockets there; one that answers is somebody else's.
-    return stat.S_ISSOCK(host.lstat(path).st_mode) and not host.listens(path)
-
-
-def plan_traces(context: Context) -> list[Action]:
-    """Empty directories and dead sockets that containerd and runc left at fixed places."""
-    host = context.host
-    actions: list[Action] = []
-    gone: set[HostPath] = set()
-    for path in RUNTIME_TRACES:
-        if not host.is_dir(path):
-            continue
-        for name in host.listdir(path):
-            if path.name == "s" and _is_dead_socket(host, path / name):
-                actions.append(RemoveFile(path / name))
-                gone.add(path / name)
-            elif path.name in ("runc", "fifo") and host.is_dir(path / name) and not host.listdir(path / name):
-                actions.append(RemoveDirectory(path / name))
-                gone.add(path / name)
-        if all(path / name in gone for name in host.listdir(path)):
-            actions.append(RemoveDirectory(path))
-            gone.add(path)
-    return actions
-
-
 def teardown_steps(context: Context, stack: Stack) -> list[Step]:
     """Everything before the deletion; a failure in here puts the node back."""
     return [
         Step("disarm", "keep the supervisor from coming back", lambda: plan_disarm(context)),
         *stack_script.stop_steps(stack, tuple(reversed(UNITS)), containers=True),
+        Step("traces", "remove what dead containers left in /run", lambda: plan_traces(context.host)),
         Step("unmount", "take away mounts below Stratum's directories", lambda: plan_unmount(context)),
         Step("network", "remove the container bridge", lambda: plan_network(context)),
         Step("stop-supervisor", "stop the supervisor", lambda: plan_stop_supervisor(context)),
@@ -165,7 +136,6 @@ def delete_steps(context: Context, removal: Removal) -> list[Step]:
     steps = [Step("delete", "delete what the receipt lists", lambda: removal.actions)]
     if context.host.live:
         steps += [
-            Step("traces", "remove what containerd left in /run", lambda: plan_traces(context)),
             Step("forget", "let systemd forget the units", lambda: plan_reload(context)),
         ]
     return [*steps, Step("close", "remove the record", lambda: removal.closing)]

@@ -35,7 +35,7 @@ def recover(context: Context, work: Work, stack: Stack, *, command: str) -> None
 
 
 def _recover_uninstall(context: Context, work: Work, step: Optional[str]) -> None:
-    if step in ("delete", "traces", "forget", "close"):
+    if step in ("delete", "forget", "close"):
         raise StratumError(
             "uninstall-unfinished",
             "an uninstall was cut off while it deleted files: this node cannot run any more",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import hashlib
 import os
 import shutil
 import signal
@@ -481,12 +482,15 @@ def test_sockets_of_another_containerd_are_left_alone(desk: Desk, node: MachineH
     place.mkdir(parents=True)
     (root / "run/containerd/runc/moby/live").mkdir(parents=True)
     (root / "run/containerd/runc/default").mkdir()
+    (root / "run/stratum/containerd/io.containerd.runtime.v2.task/default/one").mkdir(parents=True)
+    # As containerd names the socket of a shim: its own address, namespace, container.
+    name = hashlib.sha256(b"/run/stratum/containerd/containerd.sock/default/one").hexdigest()
     here = os.open(place, os.O_RDONLY)
     try:
         with socket.socket(socket.AF_UNIX) as live, socket.socket(socket.AF_UNIX) as dead:
             live.bind(f"/proc/self/fd/{here}/live")
             live.listen()
-            dead.bind(f"/proc/self/fd/{here}/dead")
+            dead.bind(f"/proc/self/fd/{here}/{name}")
             node.sockets = {"/run/containerd/s/live"}
             (place / "file").write_text("theirs")
             desk.run(node, "uninstall")
