@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, BinaryIO, Optional
 
-from stratum.errors import StratumError
+from stratum.errors import CommandError, StratumError
 from stratum.steps import Action, Call, PlaceLink, RemoveFile, Work, plan_directory, plan_link
 from stratum.system import Host, HostPath
 
@@ -84,7 +84,8 @@ def _routed(host: Host) -> list[ipaddress.IPv4Network]:
         # The numbers are hexadecimal in the machine's byte order, which is little on both that we support.
         address = int.from_bytes(bytes.fromhex(fields[1]), "little")
         mask = int.from_bytes(bytes.fromhex(fields[7]), "little")
-        if mask:
+        # Not the default route, nor its two halves, with which a VPN goes before it.
+        if bin(mask).count("1") > 1:
             found.append(ipaddress.IPv4Network((address, bin(mask).count("1"))))
     return found
 
@@ -113,7 +114,7 @@ def choose_subnet(host: Host) -> str:
     raise StratumError(
         "no-subnet",
         f"each of {', '.join(_CANDIDATES)} overlaps a route of this host",
-        hint=f"write a network of your own to {CONFIG_PATH}",
+        hint="free one of them; `ip route` shows the routes of this host",
     )
 
 
@@ -177,6 +178,28 @@ class Attachment:
     capabilities: dict[str, Any]
 
 
+def _parse_attachment(path: HostPath, value: dict[str, Any]) -> Attachment:
+    """Read a file of the cache; raises ValueError, KeyError, TypeError or AttributeError for any other file."""
+    configuration = json.loads(base64.b64decode(value["config"]))
+    capabilities = value.get("capabilityArgs") or {}
+    if not isinstance(capabilities, dict):
+        raise ValueError("capabilityArgs")
+    for plugin in configuration.get("plugins", []):
+        plugin.get("capabilities", {}).get("x")
+        if not isinstance(plugin["type"], str):
+            raise ValueError("type")
+    arguments = ";".join(f"{key}={item}" for key, item in value.get("cniArgs") or [])
+    return Attachment(
+        path,
+        str(value["containerId"]),
+        str(value["ifName"]),
+        configuration,
+        value.get("result"),
+        arguments,
+        capabilities,
+    )
+
+
 def read_attachments(host: Host) -> list[Attachment]:
     """The attachments to our network that libcni remembers; files that are not its own are passed over."""
     if not host.is_dir(RESULTS):
@@ -187,19 +210,8 @@ def read_attachments(host: Host) -> list[Attachment]:
             continue
         try:
             value = json.loads(host.read_bytes(RESULTS / name))
-            if value.get("networkName") != NETWORK:
-                continue
-            found.append(
-                Attachment(
-                    RESULTS / name,
-                    str(value["containerId"]),
-                    str(value["ifName"]),
-                    json.loads(base64.b64decode(value["config"])),
-                    value.get("result"),
-                    ";".join(f"{key}={item}" for key, item in value.get("cniArgs") or []),
-                    value.get("capabilityArgs") or {},
-                )
-            )
+            if value.get("networkName") == NETWORK:
+                found.append(_parse_attachment(RESULTS / name, value))
         except (OSError, ValueError, KeyError, TypeError, AttributeError):
             continue
     return found
@@ -231,8 +243,13 @@ def release_attachment(host: Host, attachment: Attachment, plugin_dir: HostPath)
         wanted = plugin.get("capabilities", {})
         request["runtimeConfig"] = {key: value for key, value in attachment.capabilities.items() if wanted.get(key)}
         data = json.dumps(request).encode()
-        program = str(plugin_dir / HostPath(str(plugin["type"])).name)
-        host.run([program], timeout=_PLUGIN_TIMEOUT, env=environment, feed=functools.partial(_write, data))
+        program = str(plugin_dir / HostPath(plugin["type"]).name)
+        try:
+            host.run([program], timeout=_PLUGIN_TIMEOUT, env=environment, feed=functools.partial(_write, data))
+        except CommandError as error:
+            # A plugin that is gone or damaged can take nothing back. A node that is broken must still be removable.
+            if error.reference not in ("command-missing", "command-not-started"):
+                raise
     try:
         host.unlink(attachment.path)
     except FileNotFoundError:
