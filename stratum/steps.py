@@ -36,8 +36,10 @@ __all__ = [
     "plan_file",
     "plan_link",
     "refuse_mounts",
+    "remove_at_once",
     "remove_tree",
     "run_steps",
+    "withdraw",
 ]
 
 
@@ -223,6 +225,29 @@ def remove_tree(host: Host, path: HostPath) -> None:
         else:
             host.rmdir(child)
     host.rmdir(path)
+
+
+def remove_at_once(host: Host, path: HostPath) -> None:
+    """Remove a tree so that a run that is cut off leaves all of it or nothing but a hidden remainder.
+
+    The rename and the end of the removal are on the disk when this returns, so the record of the tree may go
+    then. Raises :class:`StratumError` for a mount below, OSError.
+    """
+    refuse_mounts(host, path)
+    hidden = host.temporary_name(path)
+    host.rename(path, hidden)
+    host.fsync_dir(path.parent)
+    remove_tree(host, hidden)
+    host.fsync_dir(path.parent)
+
+
+def withdraw(work: Work, path: HostPath) -> None:
+    """Remove a file or link of ours and then its record. Raises OSError."""
+    RemoveFile(path).perform(work)
+    if work.host.is_dir(path.parent):
+        # On the disk before the record goes: a path must never come back without one.
+        work.host.fsync_dir(path.parent)
+    work.receipt.forget(path)
 
 
 @dataclass(frozen=True)

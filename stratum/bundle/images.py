@@ -32,7 +32,7 @@ from stratum.bundle.unpack import disk_failure
 from stratum.errors import BundleError
 from stratum.system import Host, HostPath
 
-__all__ = ["IMAGES_DIRECTORY", "Image", "ImageStore", "Importer", "list_images", "write_image_tar"]
+__all__ = ["IMAGES_DIRECTORY", "Image", "ImageStore", "Importer", "list_images", "reap_blobs", "write_image_tar"]
 
 IMAGES_DIRECTORY = HostPath("/var/lib/stratum/images")
 _DEPTH_MOST = 4  # an index in an index in an index: nobody nests deeper
@@ -115,6 +115,13 @@ def list_images(source: BundleSource, images: Iterable[Descriptor], platform: Pl
     return _distinct(_resolve(top, lambda item: source.read_blob(item, MANIFEST_LIMIT), platform) for top in images)
 
 
+def reap_blobs(host: Host, blobs: HostPath = IMAGES_DIRECTORY / "blobs/sha256") -> None:
+    """Remove what an import that was cut off left in the directory of blobs. Raises OSError."""
+    for name in host.listdir(blobs) if host.is_dir(blobs) else ():
+        if host.temporary_of(name):
+            host.unlink(blobs / name)
+
+
 class ImageStore:
     """The directory of image blobs on the host, for one platform (by default the host's).
 
@@ -194,9 +201,7 @@ class ImageStore:
         directory = self._blobs.parent.parent
         self._host.makedirs(directory.parent)
         self._host.makedirs(self._blobs, 0o700)
-        for name in self._host.listdir(self._blobs):
-            if name.startswith(".") and name.endswith(".tmp"):
-                self._host.unlink(self._blobs / name)
+        reap_blobs(self._host, self._blobs)
 
     def store(
         self,

@@ -16,7 +16,7 @@ from stratum.errors import CommandError, ExitCode, StratumError, join_errors
 from stratum.node import cni, pods
 from stratum.node.layout import Layout
 from stratum.node.units import SYSTEMD_DIR, UNIT_LOCALDNS, UnitSpec, render_units, stack_units
-from stratum.steps import Action, Call, Command, PlaceLink, RemoveDirectory, RemoveFile, Step, Work, plan_file
+from stratum.steps import Action, Call, Command, PlaceLink, RemoveDirectory, Step, Work, plan_file, withdraw
 from stratum.system import Host, HostPath
 
 __all__ = ["Backend", "Hook", "Hooks", "UpgradeError"]
@@ -387,7 +387,7 @@ class Backend:
         for name in self.host.listdir(cni.HOST_BIN_DIR):
             path = cni.HOST_BIN_DIR / name
             if cni.is_ours(self.host, path, self.layout.cni_bin_dir):
-                cni.withdraw(self.work, path)
+                withdraw(self.work, path)
         if not self.host.listdir(cni.HOST_BIN_DIR):
             RemoveDirectory(cni.HOST_BIN_DIR).perform(self.work)
             self.work.receipt.forget(cni.HOST_BIN_DIR)
@@ -408,9 +408,10 @@ class _Withdraw(Action):
     def perform(self, work: Work) -> None:
         """Remove a file that is as we wrote it; one that somebody changed stays. Raises OSError."""
         if work.receipt.owns(self.path):
-            RemoveFile(self.path).perform(work)
+            withdraw(work, self.path)
         work.receipt.forget(self.path)
         parent = self.path.parent
         if parent.name.endswith(".d") and work.host.is_dir(parent) and not work.host.listdir(parent):
             RemoveDirectory(parent).perform(work)
+            work.host.fsync_dir(parent.parent)
             work.receipt.forget(parent)

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from typing import Any, BinaryIO, Optional
 
 from stratum.errors import CommandError, StratumError
-from stratum.steps import Action, Call, PlaceLink, RemoveFile, Work, plan_directory, plan_link
+from stratum.steps import Action, Call, PlaceLink, Work, plan_directory, plan_link, withdraw
 from stratum.system import Host, HostPath
 
 __all__ = [
@@ -31,7 +31,6 @@ __all__ = [
     "release_attachment",
     "render_network",
     "subnet_in_force",
-    "withdraw",
 ]
 
 NETWORK = "stratum"
@@ -144,12 +143,6 @@ def plan_plugin_links(work: Work, plugins: Sequence[str], active: HostPath) -> l
     parents = plan_directory(work.host, HOST_BIN_DIR) if plugins else []
     directories = [item for item in parents if item.subject not in made]
     return directories + _without_repeats(actions)
-
-
-def withdraw(work: Work, path: HostPath) -> None:
-    """Remove a file or link of ours and its record. Raises OSError."""
-    RemoveFile(path).perform(work)
-    work.receipt.forget(path)
 
 
 def _without_repeats(actions: Sequence[Action]) -> list[Action]:

@@ -14,7 +14,7 @@ from typing import Optional
 
 from stratum import atomicfile
 from stratum.errors import BundleNotFoundError, StratumError
-from stratum.steps import refuse_mounts, remove_tree
+from stratum.steps import remove_at_once, remove_tree
 from stratum.system import Host, HostPath
 
 __all__ = ["DEFAULT_BASE", "Layout", "VersionActiveError", "make_traversable"]
@@ -143,12 +143,8 @@ class Layout:
             raise VersionActiveError(version)
         if version not in self.versions():
             raise BundleNotFoundError("version-missing", f"{version}: not installed under {self.base}")
-        directory = self.version_dir(version)
-        refuse_mounts(self.host, directory)
-        # By one rename: a removal that is cut off must not leave half a version. The next run finds the rest.
-        hidden = self.host.temporary_name(directory)
-        self.host.rename(directory, hidden)
-        remove_tree(self.host, hidden)
+        # A removal that is cut off must not leave half a version. The next run finds the rest.
+        remove_at_once(self.host, self.version_dir(version))
 
     def remove_all(self) -> None:
         """Delete the base directory, the active version included. Raises OSError."""

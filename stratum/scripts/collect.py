@@ -10,7 +10,7 @@ from stratum.bundle.place import COMPONENTS, component_dir
 from stratum.errors import StratumError
 from stratum.node.layout import Layout
 from stratum.node.versions import read_record
-from stratum.steps import Action, Call, Work, remove_tree
+from stratum.steps import Action, Call, Work, remove_at_once
 from stratum.system import HostPath
 
 __all__ = ["plan_collect"]
@@ -68,5 +68,5 @@ def _remove(work: Work, layout: Layout, version: str) -> None:
 
 
 def _remove_component(work: Work, path: HostPath) -> None:
-    remove_tree(work.host, path)
+    remove_at_once(work.host, path)
     _forget_below(work, path)

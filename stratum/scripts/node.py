@@ -21,7 +21,7 @@ from stratum.node.versions import VersionRecord, assemble, differences, read_rec
 from stratum.receipt import STATE_DIRECTORY, Entry
 from stratum.scripts.context import Context
 from stratum.staging import OWN_ROOT
-from stratum.steps import Action, Call, Command, PlaceLink, Work, plan_directory, plan_file
+from stratum.steps import Action, Call, Command, PlaceLink, Work, plan_directory, plan_file, withdraw
 from stratum.system import HostPath
 
 # Directories that fill while the node runs; whatever is in them is Stratum's to remove.
@@ -132,7 +132,7 @@ def plan_network(work: Work, layout: Layout, plugins: tuple[str, ...]) -> list[A
     actions: list[Action] = plan_directory(work.host, cni.CONFIG_PATH.parent)
     if work.receipt.owns(cni.CONFIG_PATH):
         # The version before had it; without its plugin every container would fail to start.
-        actions.append(Call("remove", str(cni.CONFIG_PATH), lambda: cni.withdraw(work, cni.CONFIG_PATH)))
+        actions.append(Call("remove", str(cni.CONFIG_PATH), lambda: withdraw(work, cni.CONFIG_PATH)))
     return actions + links
 
 

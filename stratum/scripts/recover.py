@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Optional
 
+from stratum.bundle.images import reap_blobs
 from stratum.errors import StratumError
 from stratum.host import persistence
 from stratum.node.stack import STARTED, Stack
@@ -23,6 +24,7 @@ def recover(context: Context, work: Work, stack: Stack, *, command: str) -> None
     Raises :class:`StratumError` when that fails, or when it takes a decision that only the admin can make.
     """
     reap_staging(context.host)
+    reap_blobs(context.host)
     reap_temporaries(context.host, work.receipt, (STARTED, persistence.OVERRIDE))
     operation = work.journal.unfinished()
     if operation is None or not context.host.live:
