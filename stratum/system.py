@@ -483,6 +483,8 @@ class Host:
             descriptor = os.pidfd_open(pid)
         except ProcessLookupError:
             return
+        except AttributeError:  # a CPython that was built with the headers of an older Linux, as on RHEL 8
+            descriptor = -1
         except OSError as error:
             if error.errno != errno.ENOSYS:  # before Linux 5.3
                 raise
