@@ -46,9 +46,14 @@ class UnitState:
 _PROPERTIES = "Id,LoadState,ActiveState,SubState,MainPID,NeedDaemonReload,DropInPaths"
 
 
+_CONTROL = {"\n": "\\n", "\r": "\\r", "\t": "\\t"}
+
+
 def quote_argument(word: str) -> str:
     """One argument of an ``ExecStart=`` line: systemd.service(5), "Command lines", and specifiers doubled."""
     escaped = word.replace("\\", "\\\\").replace('"', '\\"').replace("%", "%%").replace("$", "$$")
+    # A line end would begin a setting of its own. C-style escapes: systemd.syntax(7), "Quoting".
+    escaped = "".join(_CONTROL.get(char, f"\\x{ord(char):02x}") if ord(char) < 32 else char for char in escaped)
     plain = escaped == word and word and not any(char.isspace() or char in "';" for char in word)
     return word if plain else f'"{escaped}"'
 
