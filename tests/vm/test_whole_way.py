@@ -22,6 +22,8 @@ CHANGES_BY_ITSELF = (
     ("files", r"/dev/.*", "devtmpfs is the kernel's; the disk with the stick's files is there at first boot only"),
     ("files", r"/run/stratum-lab-\d+\.(err|out)", "the lab's own: what its commands print"),
     ("files", r"/run/utmp|/var/log/wtmp|/var/lib/systemd/random-seed", "every boot writes them"),
+    ("files", r"/(var/)?tmp/systemd-private-.*", "systemd gives them new names at each boot"),
+    ("units", r".*vdb\.device|dev-disk-by\\x2d.*\.device", "the lab's disk with the stick's files, as above"),
     ("mounts", r"/dev .*|/run .*|/proc/sys/fs/binfmt_misc .*", "their sizes and numbers are those of the boot"),
 )
 # Two containers that see each other over the bridge, and the bridge's own address.
