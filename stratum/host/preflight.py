@@ -150,13 +150,21 @@ def _mib(size: int) -> str:
     return f"{-(-size // (1 << 20))} MiB"
 
 
+def is_masked(host: Host, path: HostPath) -> bool:
+    """Whether the unit file at ``path`` leads to /dev/null, by whatever links, or is empty: both mask a unit."""
+    real = os.path.realpath(host.real(path, follow=True))
+    if real == os.path.realpath(host.real("/dev/null")):
+        return True
+    return host.exists(path) and not host.is_dir(path) and host.stat(path).st_size == 0
+
+
 def check_masked(host: Host, units: Sequence[str]) -> list[Finding]:
     """None of our units is masked: systemd would refuse to start it, and we never unmask what an admin masked."""
     findings = []
     for unit in units:
         for directory in UNIT_DIRS[:2]:
             path = directory / unit
-            if host.is_link(path) and host.readlink(path) == "/dev/null":
+            if is_masked(host, path):
                 hint = f"if that is not on purpose: systemctl unmask {unit}"
                 findings.append(Finding("masked-unit", REJECT, f"{path}: the unit is masked", hint))
     return findings
@@ -169,10 +177,10 @@ def detect_unmanaged(host: Host, owned: HostPath = OWNED) -> list[str]:
     """
     names = ("containerd", "kubelet")
     found = [
-        f"unit file {directory / name}.service"
-        for directory in UNIT_DIRS
+        f"unit file {path}"
         for name in names
-        if _starts_something(host, directory / f"{name}.service")
+        for path in _unit_files(host, f"{name}.service")
+        if not is_masked(host, path)
     ]
     found += [
         f"program {directory}/{name}"
@@ -183,9 +191,10 @@ def detect_unmanaged(host: Host, owned: HostPath = OWNED) -> list[str]:
     return _unique_files(host, found) + _foreign_processes(host, names, owned)
 
 
-def _starts_something(host: Host, unit: HostPath) -> bool:
-    # A masked unit (a link to /dev/null) never starts anything, so it is in nobody's way.
-    return host.lexists(unit) and not (host.is_link(unit) and host.readlink(unit) == "/dev/null")
+def _unit_files(host: Host, unit: str) -> list[HostPath]:
+    """The files of a unit, the one that systemd takes first; none when that masks it: it never starts then."""
+    files = [directory / unit for directory in UNIT_DIRS if host.lexists(directory / unit)]
+    return [] if files and is_masked(host, files[0]) else files
 
 
 def _leads_into(host: Host, path: HostPath, owned: HostPath) -> bool:
