@@ -40,6 +40,7 @@ _LINKS_MAX = 40  # as the kernel's own limit, path_resolution(7)
 _TEMPORARY = re.compile(r"\.(?P<name>.+)\.[0-9a-f]{16}\.tmp\Z", re.DOTALL)
 _STDERR_SHOWN = 600
 _CONNECT_TIMEOUT = 5.0  # seconds
+_DATAGRAM_MAX = 1 << 17  # the kernel puts at most 32 KiB into one
 
 
 def unguessable() -> str:
@@ -412,6 +413,26 @@ class Host:
     def is_mount_point(self, path: PathLike) -> bool:
         """Whether a file system is mounted at ``path``."""
         return os.path.realpath(self.real(path)) in self.mount_points()
+
+    # -- network ------------------------------------------------------------------------------------
+
+    def ask_rtnetlink(self, request: bytes, is_last: Callable[[bytes], bool]) -> list[bytes]:
+        """Send one request to the kernel's network tables, rtnetlink(7); the datagrams of the answer.
+
+        ``is_last`` knows the datagram that ends it. Raises OSError, TimeoutError among them.
+        """
+        if not self.live:
+            raise RuntimeError("a directory tree has no network")
+        kind = socket.SOCK_RAW | socket.SOCK_CLOEXEC
+        with socket.socket(socket.AF_NETLINK, kind, socket.NETLINK_ROUTE) as channel:
+            channel.settimeout(_CONNECT_TIMEOUT)
+            channel.bind((0, 0))
+            channel.send(request)
+            answer = []
+            while True:
+                answer.append(channel.recv(_DATAGRAM_MAX))
+                if is_last(answer[-1]):
+                    return answer
 
     # -- commands -----------------------------------------------------------------------------------
 
