@@ -8,6 +8,7 @@ import sys
 from dataclasses import dataclass
 
 from stratum import __version__
+from stratum.errors import StratumError
 from stratum.receipt import Entry
 from stratum.steps import Action, Work, plan_directory, plan_link
 from stratum.system import Host, HostPath
@@ -43,15 +44,21 @@ class CopyProgram(Action):
         return f"{self.archive} -> {self.path}"
 
     def perform(self, work: Work) -> None:
-        """Record it, copy it under a hidden name, sync, rename. Raises OSError."""
+        """Record it, copy it under a hidden name, sync, rename. Raises OSError, :class:`StratumError`."""
         host = work.host
         work.receipt.record(Entry(self.path, "file", (self.digest,)))
         temporary = host.temporary_name(self.path)
         try:
+            digest = hashlib.sha256()
             with open(self.archive, "rb") as source, host.open_new(temporary, 0o755) as target:
                 for chunk in iter(lambda: source.read(_CHUNK), b""):
+                    digest.update(chunk)
                     target.write(chunk)
                 host.fsync(target)
+            if f"sha256:{digest.hexdigest()}" != self.digest:
+                raise StratumError(
+                    "program-changed", f"{self.archive}: changed while it was read", hint="run the command again"
+                )
             host.rename(temporary, self.path)
         except BaseException:
             if host.lexists(temporary):

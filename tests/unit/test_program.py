@@ -1,0 +1,186 @@
+"""Stratum's own copy on the host: versioned, behind one link, and what runs it at boot."""
+
+from __future__ import annotations
+
+import os
+import stat
+import sys
+from pathlib import Path
+
+import pytest
+
+from stratum import __version__
+from stratum.errors import StratumError
+from stratum.host import program
+from stratum.host.program import CopyProgram, plan_program, supervisor_argv
+from stratum.journal import Journal
+from stratum.receipt import Receipt
+from stratum.steps import Action, Work
+from stratum.system import Host
+from tests.bundles import snapshot
+from tests.fakes import FaultHost, Killed, MachineHost, make_tree
+
+
+@pytest.fixture
+def root(tmp_path: Path) -> Path:
+    root = make_tree(tmp_path / "root")
+    (root / "var/lib/stratum").mkdir()
+    return root
+
+
+@pytest.fixture
+def archive(tmp_path: Path) -> Path:
+    path = tmp_path / "usb.pyz"
+    path.write_bytes(b"#!/usr/bin/env python3\n" + bytes(3_000_000))
+    path.chmod(0o644)
+    return path
+
+
+def make_work(root: Path, dies_at: int | None = None) -> Work:
+    host = FaultHost(str(root), {}, dies_at)
+    return Work(host, Receipt.load(host), Journal(host))
+
+
+def install(work: Work, archive: Path) -> list[Action]:
+    actions = plan_program(work, str(archive))
+    for action in actions:
+        action.perform(work)
+    return actions
+
+
+def installed(root: Path) -> Path:
+    return root / os.readlink(root / "usr/local/bin/stratum")[1:]
+
+
+def test_the_copy_is_whole_executable_and_behind_the_link(root: Path, archive: Path) -> None:
+    install(make_work(root), archive)
+    path = installed(root)
+    assert path.read_bytes() == archive.read_bytes()
+    assert stat.S_IMODE(path.stat().st_mode) == 0o755
+    assert path.parent.name.startswith(f"{__version__}-")
+    assert not path.is_symlink() and path.stat().st_ino != archive.stat().st_ino
+
+
+def test_installing_the_same_again_does_nothing(root: Path, archive: Path) -> None:
+    install(make_work(root), archive)
+    before = snapshot(root)
+    assert install(make_work(root), archive) == []
+    assert install(make_work(root), installed(root)) == [], "also when the installed one runs"
+    assert snapshot(root) == before
+
+
+def test_another_build_gets_a_place_of_its_own_and_the_link_turns(root: Path, archive: Path) -> None:
+    work = make_work(root)
+    install(work, archive)
+    old = installed(root)
+    archive.write_bytes(b"another build")
+    install(work, archive)
+    assert installed(root) != old
+    assert old.exists(), "an upgrade of Stratum can go back too"
+
+
+@pytest.mark.parametrize("damage", ["cut", "gone", "a link"])
+def test_a_damaged_copy_is_put_back(root: Path, archive: Path, damage: str) -> None:
+    install(make_work(root), archive)
+    path = installed(root)
+    if damage == "cut":
+        os.truncate(path, 100)
+    else:
+        path.unlink()
+        if damage == "a link":
+            path.symlink_to("/etc/hostname")
+    install(make_work(root), archive)
+    assert path.read_bytes() == archive.read_bytes()
+    assert not path.is_symlink()
+    assert (root / "etc/hostname").read_text() == "node\n"
+
+
+@pytest.mark.parametrize("kind", ["file", "link"])
+def test_a_command_of_that_name_that_is_not_ours_is_refused(root: Path, archive: Path, kind: str) -> None:
+    path = root / "usr/local/bin/stratum"
+    path.write_text("theirs") if kind == "file" else path.symlink_to("/opt/theirs/stratum")
+    before = snapshot(root)
+    with pytest.raises(StratumError) as caught:
+        plan_program(make_work(root), str(archive))
+    assert caught.value.reference == "foreign-file"
+    assert snapshot(root) == before
+
+
+def test_at_every_moment_the_link_leads_to_a_whole_program(root: Path, archive: Path) -> None:
+    install(make_work(root), archive)
+    wholes = {archive.read_bytes(), b"another build"}
+    archive.write_bytes(b"another build")
+    for number in range(100):
+        try:
+            install(make_work(root, number), archive)
+        except Killed:
+            assert installed(root).read_bytes() in wholes
+            continue
+        assert number > 5
+        return
+    pytest.fail("it never came to an end")
+
+
+def test_a_copy_that_fails_leaves_no_part_of_itself(root: Path, archive: Path) -> None:
+    work = make_work(root)
+    host = work.host
+    assert isinstance(host, FaultHost)
+
+    def full(file: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    host.fsync = full  # type: ignore[method-assign, assignment]
+    with pytest.raises(OSError):
+        install(work, archive)
+    assert [path for path in root.rglob("*") if path.name.endswith(".tmp") or path.name == "stratum.pyz"] == []
+
+
+def test_an_archive_that_changes_between_plan_and_copy_is_not_installed(root: Path, archive: Path) -> None:
+    """The USB stick was swapped: what is recorded would not be what is there."""
+    work = make_work(root)
+    actions = plan_program(work, str(archive))
+    archive.write_bytes(b"something else")
+    with pytest.raises(StratumError) as caught:
+        for action in actions:
+            action.perform(work)
+    assert caught.value.reference == "program-changed"
+    assert [path for path in root.rglob("*") if path.is_file() and b"something else" in path.read_bytes()] == []
+
+
+def test_the_plan_names_both_ends(root: Path, archive: Path) -> None:
+    actions = plan_program(make_work(root), str(archive))
+    copies = [action for action in actions if isinstance(action, CopyProgram)]
+    assert [action.describe() for action in copies] == [f"copy {archive} -> {copies[0].path}"]
+
+
+# -- what runs it ---------------------------------------------------------------------------------------
+
+
+def test_a_tree_is_started_by_its_own_python(root: Path) -> None:
+    assert supervisor_argv(Host(str(root), {})) == [
+        "/usr/bin/python3",
+        "-IS",
+        "/usr/local/bin/stratum",
+        "up",
+        "--supervise",
+    ]
+
+
+def test_a_machine_is_started_by_its_python_when_that_is_the_same_release(tmp_path: Path) -> None:
+    root = make_tree(tmp_path / "root", live=True)
+    host = MachineHost(str(root), {})
+    same = f"python{sys.version_info[0]}.{sys.version_info[1]}"
+    for name, expected in ((same, program.SYSTEM_PYTHON), ("python3.5", os.path.realpath(sys.executable))):
+        (root / "usr/bin" / name).write_text("#!/bin/sh\n")
+        (root / "usr/bin/python3").unlink()
+        (root / "usr/bin/python3").symlink_to(name)
+        if name == same or os.path.realpath("/usr/bin/python3") != os.path.realpath(sys.executable):
+            assert supervisor_argv(host)[0] == expected
+    (root / "usr/bin/python3").unlink()
+    assert supervisor_argv(host)[0] == os.path.realpath(sys.executable)
+
+
+def test_no_flag_of_one_run_is_in_the_steady_state_command_line(root: Path) -> None:
+    argv = supervisor_argv(Host(str(root), {}))
+    assert "--bundle" not in argv and not any("insecure" in word for word in argv)
+    assert argv[-1] == "--supervise"
