@@ -15,6 +15,7 @@ __all__ = [
     "journal_tail",
     "quote_argument",
     "read_units",
+    "render_command",
     "restart_unit",
     "start_unit",
     "stop_unit",
@@ -46,16 +47,46 @@ class UnitState:
 _PROPERTIES = "Id,LoadState,ActiveState,SubState,MainPID,NeedDaemonReload,DropInPaths"
 
 
-_CONTROL = {"\n": "\\n", "\r": "\\r", "\t": "\\t"}
+def _escaped(char: str) -> str:
+    # A line break would end the line.
+    return f"\\x{ord(char):02x}" if char < " " or char == "\x7f" else char
+
+
+def _quoted(word: str) -> str:
+    """One word in quotes where it needs them, with specifiers doubled; dollars stay."""
+    escaped = word.replace("\\", "\\\\").replace('"', '\\"').replace("%", "%%")
+    escaped = "".join(_escaped(char) for char in escaped)
+    plain = escaped == word and word and not any(char.isspace() or char in "';" for char in word)
+    return word if plain else f'"{escaped}"'
 
 
 def quote_argument(word: str) -> str:
-    """One argument of an ``ExecStart=`` line: systemd.service(5), "Command lines", and specifiers doubled."""
-    escaped = word.replace("\\", "\\\\").replace('"', '\\"').replace("%", "%%").replace("$", "$$")
-    # A line end would begin a setting of its own. C-style escapes: systemd.syntax(7), "Quoting".
-    escaped = "".join(_CONTROL.get(char, f"\\x{ord(char):02x}") if ord(char) < 32 else char for char in escaped)
-    plain = escaped == word and word and not any(char.isspace() or char in "';" for char in word)
-    return word if plain else f'"{escaped}"'
+    """One argument of an ``ExecStart=`` line: systemd.service(5), "Command lines"."""
+    quoted = _quoted(word.replace("$", "$$"))
+    return f'"{quoted}"' if "$" in word and not quoted.startswith('"') else quoted
+
+
+def render_command(argv: Sequence[str]) -> str:
+    """The value of ``ExecStart=`` that makes systemd run exactly ``argv``.
+
+    Raises :class:`StratumError` for a program that systemd refuses: not an absolute path, or with a quote, a
+    backslash or a control character in it; and for words that are not UTF-8, with which ``systemctl show`` fails.
+    """
+    for word in argv:
+        if any("\udc80" <= char <= "\udcff" for char in word):
+            raise StratumError("unit-command", f"{word!a}: not UTF-8, which systemd cannot show")
+    program = argv[0]
+    if (
+        not program.startswith("/")
+        or program.endswith("/")
+        or any(char < " " or char in "\"'\\\x7f" for char in program)
+    ):
+        raise StratumError("unit-command", f"{program!r}: not the path of a program that systemd can run")
+    arguments = [quote_argument(word) for word in argv[1:]]
+    # The path is taken as it is, but the name that the program gets, which is the same word, has its variables
+    # replaced; "@" lets the name be a word of its own.
+    first = [_quoted(program)] if "$" not in program else [f"@{_quoted(program)}", quote_argument(program)]
+    return " ".join(first + arguments)
 
 
 def read_units(host: Host, units: Sequence[str]) -> dict[str, UnitState]:
