@@ -47,9 +47,12 @@ class UnitState:
 _PROPERTIES = "Id,LoadState,ActiveState,SubState,MainPID,NeedDaemonReload,DropInPaths"
 
 
+_CONTROL = {"\n": "\\n", "\r": "\\r", "\t": "\\t"}
+
+
 def _escaped(char: str) -> str:
-    # A line break would end the line.
-    return f"\\x{ord(char):02x}" if char < " " or char == "\x7f" else char
+    # A line break would end the line, and what comes behind it be a setting of its own. systemd.syntax(7), "Quoting".
+    return _CONTROL.get(char, f"\\x{ord(char):02x}") if char < " " or char == "\x7f" else char
 
 
 def _quoted(word: str) -> str:
