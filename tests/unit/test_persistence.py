@@ -18,7 +18,7 @@ from stratum.system import Host
 from tests.bundles import snapshot
 from tests.fakes import FaultHost, MachineHost, make_tree
 
-OVERRIDE = Path("run/systemd/system/stratum.service.d/90-no-restart.conf")
+OVERRIDE = Path(str(persistence.OVERRIDE).lstrip("/"))
 WANTS = Path("etc/systemd/system/multi-user.target.wants/stratum.service")
 ARGV = ["/usr/bin/python3", "-IS", "/usr/local/bin/stratum", "up", "--supervise"]
 
