@@ -26,10 +26,10 @@ from stratum.scripts import supervise
 from stratum.scripts.choice import add_bundle_arguments, open_trusted
 from stratum.scripts.context import Context, add_dry_run, add_output, add_root
 from stratum.scripts.recover import recover
-from stratum.scripts.run import ignore_signals, load_work, perform, report
+from stratum.scripts.run import announce, ignore_signals, load_work, perform, report
 from stratum.scripts.target import Target, check_preflight, target_of_bundle, target_of_version
 from stratum.staging import reap_staging
-from stratum.steps import Outcome, Step, Work
+from stratum.steps import Outcome, Step, Work, run_steps
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -149,8 +149,9 @@ def run(context: Context, arguments: argparse.Namespace) -> int:
                 _undo(context, work, error)
             raise
     if context.host.live:
-        more = perform(context, work, "up", stack_script.supervisor_steps(context), dry_run=dry_run)
-        outcome.performed += more.performed
+        work.journal.close()  # the lock is given back: from here on the journal is another run's to write
+        steps = stack_script.supervisor_steps(context)
+        outcome.performed += run_steps(work, steps, dry_run=dry_run, on_step=announce(context, dry_run)).performed
     report(context, "up", outcome, dry_run=dry_run)
     if context.host.live and not dry_run:
         node_script.print_running(context, stack)

@@ -85,7 +85,7 @@ def usable_record(layout: Layout, version: str) -> Optional[VersionRecord]:
     """The record of an installed version, or None when it is missing or damaged: for who has another to put there."""
     try:
         return read_record(layout, version)
-    except StratumError:
+    except (StratumError, OSError):
         return None
 
 

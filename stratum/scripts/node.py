@@ -101,6 +101,10 @@ def plan_version(work: Work, layout: Layout, record: VersionRecord) -> list[Acti
     """Make the version directory, or put back what is missing or changed in it."""
     directory = layout.version_dir(record.version)
     components = [component_dir(layer) for _, _, layer in record.components]
+    if work.receipt.get(directory) is None and layout.host.lexists(directory):
+        raise StratumError(
+            "foreign-file", f"{directory}: there is an entry that Stratum did not make", hint=f"move {directory} away"
+        )
     known = usable_record(layout, record.version)
     # The directory of the active version is not replaced, not even for a moment: its programs run.
     active = layout.current() == record.version

@@ -119,6 +119,7 @@ def run_script(
         if not dry_run:
             recover(context, work, Stack(Layout(context.host)), command=name)
         outcome = perform(context, work, name, steps(work), dry_run=dry_run)
+    work.journal.close()  # the lock is given back: from here on the journal is another run's to write
     outcome.performed += run_steps(work, after_lock, dry_run=dry_run, on_step=announce(context, dry_run)).performed
     report(context, name, outcome, dry_run=dry_run)
     return int(ExitCode.DONE)

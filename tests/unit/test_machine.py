@@ -27,7 +27,7 @@ from tests.bundles import Entry, Part, snapshot
 from tests.fakes import Desk, Killed, MachineHost, make_tree, node_publisher, relative
 
 CONTAINERD, SUPERVISOR = "stratum-containerd.service", "stratum.service"
-OVERRIDE = "run/systemd/system/stratum.service.d/90-no-restart.conf"
+OVERRIDE = "run/systemd/system/stratum.service.d/zzz-stratum-no-restart.conf"
 WANTS = "etc/systemd/system/multi-user.target.wants/stratum.service"
 
 
@@ -239,6 +239,23 @@ def test_start_starts_what_is_stopped_and_nothing_else(desk: Desk, node: Machine
     desk.run(node, "start")
     lines = [line for line in changing(node) if line.startswith("systemctl start")]
     assert lines == [f"systemctl start {CONTAINERD}", f"systemctl start --no-block {SUPERVISOR}"]
+
+
+@pytest.mark.parametrize("words", [["start"], ["restart"], ["up"]], ids=lambda words: words[0])
+def test_what_is_done_without_the_lock_does_not_touch_the_journal(
+    desk: Desk, node: MachineHost, bundle: Path, words: list[str]
+) -> None:
+    """Another run may have begun meanwhile: its record must not be replaced by ours."""
+    desk.run(node, "stop")
+    seen: list[str] = []
+    node.hooks = {f"systemctl start --no-block {SUPERVISOR}": lambda: seen.extend(node.mutations)}
+    if words == ["up"]:
+        desk.up(node, bundle)
+    else:
+        desk.run(node, *words)
+    last = max(i for i, what in enumerate(seen) if "journal.json" in what)
+    lock_given_back = max(i for i, what in enumerate(seen) if "systemctl show" in what)
+    assert last < lock_given_back
 
 
 def test_restart_goes_through_the_gate(desk: Desk, node: MachineHost) -> None:

@@ -311,6 +311,7 @@ FOREIGN = [
     "etc/cni/net.d/10-stratum.conflist",
     "usr/local/bin/stratum",
     "etc/systemd/system/multi-user.target.wants/stratum.service",
+    "opt/stratum/node/1.0.0",
 ]
 
 
