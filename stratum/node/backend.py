@@ -11,11 +11,18 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Callable, Optional
 
-from stratum import systemd
+from stratum import atomicfile, systemd
 from stratum.errors import CommandError, ExitCode, StratumError, join_errors
 from stratum.node import cni, pods
 from stratum.node.layout import Layout
-from stratum.node.units import SYSTEMD_DIR, UNIT_LOCALDNS, UnitSpec, render_units, stack_units
+from stratum.node.units import (
+    SYSTEMD_DIR,
+    UNIT_KUBELET_LAUNCH_CHECK,
+    UNIT_LOCALDNS,
+    UnitSpec,
+    render_units,
+    stack_units,
+)
 from stratum.steps import Action, Call, Command, PlaceLink, RemoveDirectory, Step, Work, plan_file, withdraw
 from stratum.system import Host, HostPath
 
@@ -88,6 +95,19 @@ class Backend:
         """The units of the stack in start order."""
         return stack_units(self.spec)
 
+    @property
+    def _every_spec(self) -> UnitSpec:
+        """A specification with everything in it, whose files are all that we ever write."""
+        return UnitSpec(self.spec.bin_dir, kubelet=True, localdns="/x", gpu_setup=(("/x",),), launch_check="/x")
+
+    def _installed(self, units: Sequence[str]) -> list[str]:
+        """Those of ``units`` that systemd knows, the last to start first; all of them when it does not say."""
+        try:
+            states = systemd.read_units(self.host, units)
+        except CommandError:
+            return list(reversed(units))  # what is wrong shows when they are stopped
+        return [unit for unit in reversed(units) if states[unit].installed]
+
     # -- preparing ----------------------------------------------------------------------------------
 
     def prepare_version(self, version: str) -> HostPath:
@@ -133,8 +153,7 @@ class Backend:
 
     def _stale(self, wanted: set[HostPath]) -> list[HostPath]:
         """Unit files of ours that ``wanted`` has no more."""
-        every = UnitSpec(self.spec.bin_dir, kubelet=True, localdns="/x", gpu_setup=(("/x",),), launch_check="/x")
-        known = [file.path for file in render_units(every, self.unit_dir)]
+        known = [file.path for file in render_units(self._every_spec, self.unit_dir)]
         return [path for path in known if path not in wanted and self.work.receipt.get(path)]
 
     # -- starting and stopping ----------------------------------------------------------------------
@@ -194,6 +213,10 @@ class Backend:
         """Stop every unit in reverse order; each is tried. Raises :class:`StratumError` with all that failed."""
         join_errors(self._stop_errors(tuple(reversed(self.units))), "stop")
 
+    def _stop_either(self) -> None:
+        """Stop what runs of the version that a switch leaves, whichever units that has; raises as ``stop``."""
+        join_errors(self._stop_errors(self._installed(stack_units(self._every_spec))), "stop")
+
     def _stop_errors(self, units: Sequence[str]) -> list[StratumError]:
         errors: list[StratumError] = []
         for unit in units:
@@ -217,10 +240,19 @@ class Backend:
     def activate(self, version: str) -> Optional[str]:
         """Turn the link to ``version`` and return the version it replaced."""
         previous = self.layout.current()
-        if version not in self.layout.versions():
-            return self.layout.flip(version)  # raises: it is not installed
-        PlaceLink(self.layout.current_link, version).perform(self.work)
+        self._turn(version)
         return previous
+
+    def _turn(self, version: str) -> None:
+        """Turn the link, wherever it leads now."""
+        if version not in self.layout.versions():
+            self.layout.flip(version)  # raises: it is not installed
+        known = self.work.receipt.get(self.layout.current_link)
+        if known and version in known.contents:
+            # Nothing is to be recorded, so a disk that is full by now does not keep a node from going back.
+            atomicfile.replace_link(self.host, self.layout.current_link, version)
+        else:
+            PlaceLink(self.layout.current_link, version).perform(self.work)
 
     def switch_steps(self, version: str, wait_ready: Hook) -> list[Step]:
         """From the running version to ``version``, which is prepared: the contract's Upgrade."""
@@ -228,7 +260,7 @@ class Backend:
         units = " ".join(reversed(self.units))
         before = [Call("configure", f"the node for {version}", hook)] if hook else []
         return [
-            Step("stop", "stop the units", lambda: [Call("stop", units, self.stop)]),
+            Step("stop", "stop the units", lambda: [Call("stop", units, self._stop_either)]),
             Step("end-pods", "end the containers", lambda: [Call("end", "the containers", self.end_pods)]),
             Step(
                 "activate",
@@ -255,12 +287,12 @@ class Backend:
         steps = []
         if flip:
             steps = [
-                Step("rollback-stop", "stop the units", lambda: [Call("stop", "the units", self.stop)]),
+                Step("rollback-stop", "stop the units", lambda: [Call("stop", "the units", self._stop_either)]),
                 Step("rollback-end-pods", "end the containers", lambda: [Call("end", "the containers", self.end_pods)]),
                 Step(
                     "rollback-activate",
                     "make the previous version current",
-                    lambda: [Call("link", f"current -> {previous}", functools.partial(self.activate, previous))],
+                    lambda: [Call("link", f"current -> {previous}", functools.partial(self._turn, previous))],
                 ),
             ]
         if self.rollback_spec:
@@ -303,7 +335,7 @@ class Backend:
                 self._do(step, on_step, errors)
             except StratumError as error:
                 errors.append(error)
-            except OSError as error:
+            except Exception as error:  # noqa: BLE001 - whatever went wrong, the previous version is to start
                 errors.append(StratumError("system-error", f"{step.name}: {error}"))
         return errors
 
@@ -348,8 +380,7 @@ class Backend:
 
         Units that were never installed are skipped. Every step is tried; the errors are joined.
         """
-        states = systemd.read_units(self.host, self.units)
-        installed = [unit for unit in reversed(self.units) if states[unit].installed]
+        installed = self._installed((UNIT_KUBELET_LAUNCH_CHECK, *stack_units(self._every_spec)))
         errors = self._stop_errors(installed)
         for unit in installed:
             try:
