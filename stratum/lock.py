@@ -14,7 +14,7 @@ from collections.abc import Iterator
 from stratum.errors import AlreadyRunningError, StratumError
 from stratum.system import Host, HostPath
 
-__all__ = ["LOCK_PATH", "SUPERVISOR", "hold_lock", "remove_lock"]
+__all__ = ["LOCK_PATH", "SUPERVISOR", "hold_lock", "is_held", "remove_lock"]
 
 LOCK_PATH = HostPath("/run/stratum/lock")
 _POLL = 0.2
@@ -92,6 +92,20 @@ def hold_lock(host: Host, command: str, *, wait: float = 0.0) -> Iterator[None]:
                         host.rmdir(directory)
         finally:
             os.close(descriptor)
+
+
+def is_held(host: Host) -> bool:
+    """Whether a run is at work now; looking does not get in its way.
+
+    Trying the lock would, so it reads what the kernel says: proc(5), locks.
+    """
+    try:
+        info = host.stat(LOCK_PATH)
+        lines = host.read_text("/proc/locks").splitlines()
+    except OSError:
+        return False
+    name = f"{os.major(info.st_dev):02x}:{os.minor(info.st_dev):02x}:{info.st_ino}"
+    return any(name in line.split() and "->" not in line.split() for line in lines)
 
 
 def remove_lock(host: Host) -> None:

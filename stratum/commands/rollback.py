@@ -16,7 +16,7 @@ from stratum.scripts import switch
 from stratum.scripts.context import Context, add_dry_run, add_output
 from stratum.scripts.recover import recover
 from stratum.scripts.run import announce, load_work, perform, report
-from stratum.scripts.target import target_of_version
+from stratum.scripts.target import check_units, target_of_version
 from stratum.steps import Outcome, Step, run_steps
 
 
@@ -58,6 +58,7 @@ def run(context: Context, arguments: argparse.Namespace) -> int:
         record = target_of_version(layout, choose_version(layout, arguments.version)).record
         outcome = Outcome()
         if record.version != current:
+            check_units(context)
             check = Step("check", "see that its programs run", lambda: switch.plan_check(work, layout, record.version))
             repair = Step("version", "link the version's files", lambda: node_script.plan_version(work, layout, record))
             outcome = perform(context, work, "prepare", [repair, check], dry_run=dry_run, target=record.version)

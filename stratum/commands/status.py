@@ -7,7 +7,7 @@ import time
 from dataclasses import asdict, dataclass
 from typing import Optional
 
-from stratum import systemd
+from stratum import lock, systemd
 from stratum.errors import ExitCode
 from stratum.host import persistence
 from stratum.journal import Operation
@@ -16,6 +16,7 @@ from stratum.node.stack import UNITS, Stack
 from stratum.node.versions import VersionRecord, read_record
 from stratum.receipt import Condition
 from stratum.scripts.context import Context, add_output
+from stratum.scripts.recover import BESIDE
 from stratum.scripts.run import load_work
 from stratum.steps import Work
 
@@ -39,12 +40,14 @@ class Status:
     enabled: bool
     drift: list[str]
     unfinished: Optional[Operation]
+    at_work: bool  # a run holds the lock now: what is unfinished is in progress
 
     @property
     def ready(self) -> bool:
-        """Whether the node does its work: the stack is active and answers, and nothing is unfinished."""
+        """Whether the node does its work: the stack is active and answers, and no change of it is unfinished."""
         active = all(self.units[unit].active == "active" for unit in UNITS)
-        return self.version is not None and active and self.answers and self.unfinished is None
+        settled = self.unfinished is None or self.unfinished.name in BESIDE
+        return self.version is not None and active and self.answers and settled
 
 
 def find_drift(work: Work) -> list[str]:
@@ -70,6 +73,7 @@ def read_status(context: Context, *, drift: bool = True) -> Status:
         systemd.is_enabled(context.host, persistence.UNIT),
         find_drift(work) if drift else [],
         work.journal.unfinished(),
+        lock.is_held(context.host),
     )
 
 
@@ -102,8 +106,11 @@ def print_text(context: Context, status: Status) -> None:
                 out.result(f"           drop-in of yours: {path}")
     out.result(f"containerd {'answers' if status.answers else 'does not answer'}")
     if status.unfinished:
+        target = f" to {status.unfinished.target}" if status.unfinished.target else ""
         step = f" at step {status.unfinished.step}" if status.unfinished.step else ""
-        out.result(f"unfinished {status.unfinished.name}{step} ({_since(context, status.unfinished)})")
+        begun = _since(context, status.unfinished)
+        kind = "in progress" if status.at_work else "unfinished"
+        out.result(f"{kind} {status.unfinished.name}{target}{step} ({begun})")
         if status.unfinished.error:
             out.result(f"           {status.unfinished.error}")
     for line in status.drift[:8]:
@@ -134,6 +141,7 @@ def run(context: Context, arguments: argparse.Namespace) -> int:
             "enabled": status.enabled,
             "drift": status.drift,
             "unfinished": asdict(status.unfinished) if status.unfinished else None,
+            "inProgress": status.unfinished is not None and status.at_work,
         },
     )
     return int(ExitCode.DONE if status.ready else ExitCode.FAILED)

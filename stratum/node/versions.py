@@ -163,7 +163,7 @@ def relink(layout: Layout, receipt: Receipt, record: VersionRecord, components: 
             raise StratumError(
                 "component-damaged",
                 f"{damaged[0] if damaged else component}: is not what the bundle placed there",
-                hint="run: stratum up --bundle FILE",
+                hint="give the bundle: stratum up --bundle FILE, or stratum upgrade --bundle FILE if it is not active",
             )
         receipt.record(*_tree_entries(host, component, target))
         for source, info in host.walk(component):

@@ -13,9 +13,11 @@ from stratum.scripts.switch import recover_switch
 from stratum.staging import reap_staging, reap_temporaries
 from stratum.steps import Work
 
-__all__ = ["recover"]
+__all__ = ["BESIDE", "recover"]
 
 _SWITCHES = ("upgrade", "rollback")
+# Operations that leave the running version alone; what they had begun is either complete or cleared away.
+BESIDE = ("prepare", "program", "prune", "remove")
 
 
 def recover(context: Context, work: Work, stack: Stack, *, command: str) -> None:
@@ -33,6 +35,8 @@ def recover(context: Context, work: Work, stack: Stack, *, command: str) -> None
         recover_switch(context, work, stack, operation.source, operation.target)
     elif operation.name == "uninstall" and command != "uninstall":
         _recover_uninstall(context, work, operation.step)
+    elif operation.name in BESIDE:
+        work.journal.settle("rolled-back")
     # The steps of the other operations are planned from what is there: doing them again is all that it takes.
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Optional
 
@@ -17,7 +18,7 @@ from stratum.scripts import node as node_script
 from stratum.scripts.context import Context
 from stratum.steps import Work
 
-__all__ = ["Target", "check_preflight", "target_of_bundle", "target_of_version"]
+__all__ = ["Target", "check_preflight", "check_units", "target_of_bundle", "target_of_version"]
 
 
 @dataclass(frozen=True)
@@ -66,6 +67,15 @@ def check_preflight(context: Context, arguments: argparse.Namespace, target: Tar
     for finding in findings:
         if finding.severity == preflight.WARN:
             context.out.warn(f"{finding.check}: {finding.message}; {finding.hint}")
+    _refuse(findings)
+
+
+def check_units(context: Context) -> None:
+    """A unit that the admin masked cannot start again: raises :class:`HostRefusedError` before it is stopped."""
+    _refuse(preflight.check_masked(context.host, (*UNITS, persistence.UNIT)))
+
+
+def _refuse(findings: Sequence[preflight.Finding]) -> None:
     rejected = [finding for finding in findings if finding.severity == preflight.REJECT]
     if rejected:
         raise HostRefusedError(
