@@ -14,7 +14,7 @@ from stratum.node.layout import Layout
 from stratum.node.stack import Stack
 from stratum.receipt import STATE_DIRECTORY, Entry, Receipt
 from stratum.scripts.context import Context
-from stratum.scripts.recover import recover
+from stratum.scripts.recover import BESIDE, recover
 from stratum.steps import Action, Outcome, Step, Work, run_steps
 
 __all__ = ["announce", "ignore_signals", "load_work", "open_state", "perform", "report", "run_script"]
@@ -78,7 +78,8 @@ def perform(
     except Exception as error:
         if not dry_run:
             with contextlib.suppress(OSError, StratumError):
-                work.journal.fail(str(error))
+                # What only happens beside the running version leaves nothing to be finished.
+                (work.journal.roll_back if name in BESIDE else work.journal.fail)(str(error))
         raise
     if dry_run or not ends:
         return outcome
