@@ -5,15 +5,18 @@ from __future__ import annotations
 from typing import Optional
 
 from stratum.bundle.images import reap_blobs
+from stratum.bundle.place import COMPONENTS
 from stratum.errors import StratumError
 from stratum.host import persistence
+from stratum.node.layout import Layout
 from stratum.node.stack import STARTED, Stack
 from stratum.scripts.context import Context
 from stratum.scripts.switch import recover_switch
 from stratum.staging import reap_staging, reap_temporaries
 from stratum.steps import Work
+from stratum.system import HostPath
 
-__all__ = ["BESIDE", "recover"]
+__all__ = ["BESIDE", "forget_absent", "recover"]
 
 _SWITCHES = ("upgrade", "rollback")
 # Operations that leave the running version alone; what they had begun is either complete or cleared away.
@@ -28,6 +31,7 @@ def recover(context: Context, work: Work, stack: Stack, *, command: str) -> None
     reap_staging(context.host)
     reap_blobs(context.host)
     reap_temporaries(context.host, work.receipt, (STARTED, persistence.OVERRIDE))
+    forget_absent(work)
     operation = work.journal.unfinished()
     if operation is None or not context.host.live:
         return
@@ -38,6 +42,23 @@ def recover(context: Context, work: Work, stack: Stack, *, command: str) -> None
     elif operation.name in BESIDE:
         work.journal.settle("rolled-back")
     # The steps of the other operations are planned from what is there: doing them again is all that it takes.
+
+
+def forget_absent(work: Work) -> None:
+    """Drop the records of versions and components that are not there as a whole; raises OSError.
+
+    A run records them before they appear and forgets them after they went, and may be cut off in between.
+    """
+    layout = Layout(work.host)
+    absent: list[HostPath] = []
+    for top in (layout.base, COMPONENTS):
+        inside = [entry.path for entry in work.receipt if top in entry.path.parents]
+        children = {top / path.relative_to(top).parts[0] for path in inside} - {layout.current_link}
+        gone = {child for child in children if not work.host.lexists(child)}
+        absent += [path for path in inside if top / path.relative_to(top).parts[0] in gone]
+        if gone and work.host.is_dir(top):
+            work.host.fsync_dir(top)
+    work.receipt.forget(*absent)
 
 
 def _recover_uninstall(context: Context, work: Work, step: Optional[str]) -> None:

@@ -14,7 +14,7 @@ from stratum.node.layout import Layout
 from stratum.node.stack import Stack
 from stratum.receipt import STATE_DIRECTORY, Entry, Receipt
 from stratum.scripts.context import Context
-from stratum.scripts.recover import BESIDE, recover
+from stratum.scripts.recover import BESIDE, forget_absent, recover
 from stratum.steps import Action, Outcome, Step, Work, run_steps
 
 __all__ = ["announce", "ignore_signals", "load_work", "open_state", "perform", "report", "run_script"]
@@ -75,11 +75,12 @@ def perform(
 
     try:
         outcome = run_steps(work, steps, dry_run=dry_run, before_first_change=begin, on_step=announce(context, dry_run))
-    except Exception as error:
+    except BaseException as error:
         if not dry_run:
             with contextlib.suppress(OSError, StratumError):
+                forget_absent(work)
                 # What only happens beside the running version leaves nothing to be finished.
-                (work.journal.roll_back if name in BESIDE else work.journal.fail)(str(error))
+                (work.journal.roll_back if name in BESIDE else work.journal.fail)(str(error) or type(error).__name__)
         raise
     if dry_run or not ends:
         return outcome
