@@ -22,7 +22,6 @@ from tests.lab.nspawn import NspawnMachine
 from tests.lab.packages import fetch
 from tests.lab.releases import Releases, releases
 from tests.nspawn.upgrading import BUNDLES, Upgrading
-from tests.pyz import built_pyz, default_cache
 
 UNIT = "stratum-containerd.service"
 UNIT_FILE = f"/etc/systemd/system/{UNIT}"
@@ -52,9 +51,9 @@ sys.exit("a second is enough for me")
 
 
 @pytest.fixture(scope="module")
-def released(demo_image: Image) -> Releases:
+def released(pyz: Path, demo_image: Image) -> Releases:
     """The three releases."""
-    return releases(built_pyz(default_cache()), demo_image)
+    return releases(pyz, demo_image)
 
 
 @pytest.fixture(scope="module")
