@@ -116,7 +116,7 @@ def _by_default_route(network: Network, family: int) -> list[Address]:
     route = routes[0]
     if route.source is not None:
         # Somebody's decision, whatever the address looks like; it may even be on the loopback interface.
-        return [item for item in network.addresses if item.ip == route.source][:1]
+        return [item for item in network.addresses if item.ip == route.source and not unreachable_kind(item.ip)][:1]
     candidates = [
         item for item in network.addresses if item.link == route.link and _is_candidate(network, item, family)
     ]

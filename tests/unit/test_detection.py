@@ -197,6 +197,11 @@ def test_a_prescribed_source_that_is_not_there_is_not_taken() -> None:
     assert detect([address("192.0.2.10/24")], [route(source="192.0.2.77")]) == "192.0.2.10"
 
 
+def test_a_prescribed_source_that_can_name_no_node_is_not_taken() -> None:
+    addresses = [address("169.254.7.7/16"), address("192.0.2.10/24")]
+    assert detect(addresses, [route(source="169.254.7.7")]) == "192.0.2.10"
+
+
 def test_the_address_in_the_gateways_network_is_taken() -> None:
     addresses = [address("10.9.9.9/24"), address("192.0.2.10/24")]
     assert detect(addresses, [route(gateway="192.0.2.1")]) == "192.0.2.10"
