@@ -12,7 +12,7 @@ from types import FrameType, ModuleType
 from typing import Optional
 
 from stratum import __version__, boot
-from stratum.errors import ExitCode, StratumError
+from stratum.errors import ExitCode, StratumError, system_error
 from stratum.output import Output
 from stratum.scripts.context import Context
 from stratum.system import Host
@@ -107,7 +107,7 @@ def _run(arguments: argparse.Namespace, out: Output) -> int:
     except StratumError as error:
         return _failed(out, error)
     except OSError as error:
-        return _failed(out, _from_oserror(error))
+        return _failed(out, system_error(error))
     except Exception as error:  # noqa: BLE001 - a fault of ours is one line too; the traceback is for --debug
         said = f"{type(error).__name__}: {error}"
         return _failed(out, StratumError("internal-error", said, hint="this is a fault of stratum: add --debug"))
@@ -124,14 +124,6 @@ def _failed(out: Output, error: StratumError) -> int:
         out.trace(traceback.format_exc())
     out.error(error)
     return int(error.exit_code)
-
-
-def _from_oserror(error: OSError) -> StratumError:
-    where = " -> ".join(str(name) for name in (error.filename, error.filename2) if name)
-    why = error.strerror or str(error)
-    return StratumError(
-        "system-error", f"{where}: {why}" if where else why, hint="mend what is named, then run the command again"
-    )
 
 
 def main(argv: Optional[Sequence[str]] = None) -> int:

@@ -19,6 +19,7 @@ __all__ = [
     "NotTrustedError",
     "StratumError",
     "UsageError",
+    "system_error",
     "join_errors",
 ]
 
@@ -172,4 +173,13 @@ def join_errors(errors: Sequence[StratumError], doing: str) -> None:
         errors[0].reference,
         f"{doing}: " + "; ".join(error.message for error in errors),
         hint="; ".join(dict.fromkeys(error.hint for error in errors if error.hint)) or None,
+    )
+
+
+def system_error(error: OSError) -> StratumError:
+    """The error for a call to the system that nobody explained better."""
+    where = " -> ".join(str(name) for name in (error.filename, error.filename2) if name)
+    why = error.strerror or str(error)
+    return StratumError(
+        "system-error", f"{where}: {why}" if where else why, hint="mend what is named, then run the command again"
     )

@@ -49,7 +49,7 @@ def check_bundle(context: Context, arguments: argparse.Namespace) -> tuple[list[
         with open_trusted(context, arguments) as bundle:
             if bundle is not None:
                 name = f"{bundle.description.name} {bundle.description.version}"
-                needs = node_script.needs(Placement(context.host, load_work(context).receipt, bundle))
+                needs = node_script.needs(context, Placement(context.host, load_work(context).receipt, bundle))
                 _check_digests(context, bundle)
     except BundleNotFoundError as error:
         if arguments.bundle is not None:

@@ -2,21 +2,21 @@
 
 The script, in order: lock, preflight, unpack (verifying in the same pass), version, configuration, network,
 units, program, activate, start, images, enable. Each step plans from what is there, so a second run with the
-same bundle finds nothing to do. A first run that fails before it activated anything takes everything back.
+same bundle finds nothing to do. A first run that fails or is interrupted takes everything back.
 """
 
 from __future__ import annotations
 
 import argparse
 import contextlib
-from typing import Optional
+from typing import NoReturn, Optional
 
 from stratum import boot, lock
 from stratum.bundle.verify import VerifiedBundle
-from stratum.errors import ExitCode, StratumError
+from stratum.errors import ExitCode, StratumError, system_error
 from stratum.host import persistence
 from stratum.node.layout import Layout
-from stratum.node.stack import Stack
+from stratum.node.stack import UNITS, Stack
 from stratum.node.versions import usable_record
 from stratum.removal import plan_removal
 from stratum.scripts import images as image_script
@@ -113,19 +113,40 @@ def _bring_up(context: Context, arguments: argparse.Namespace, work: Work, stack
         )
 
 
-def _undo(context: Context, work: Work, error: BaseException) -> None:
-    """Take back what a first run made before it failed, so that the host is as it was."""
+def _undo(context: Context, work: Work, stack: Stack) -> str:
+    """Take back what a first run made before it failed, so that the host is as it was; return what that came to."""
     ignore_signals()
     reap_staging(context.host)
+    loaded = context.host.live and persistence.installed(context.host)
+    started = context.host.live and stack.layout.current() is not None
+    if started:
+        run_steps(work, stack_script.take_down_steps(work, stack))
     removal = plan_removal(work)
     if len(work.receipt):
         for action in [*removal.actions, *removal.closing]:
             action.perform(work)
+    if loaded:
+        persistence.forget(context.host, UNITS)
     boot.undo_created()
     lock.remove_lock(context.host)
-    if isinstance(error, StratumError) and error.state is None:
-        left = ", ".join(str(item.path) for item in removal.left)
-        error.state = f"what was done is taken back, except {left}" if left else "nothing was changed"
+    left = ", ".join(str(item.path) for item in removal.left)
+    if left:
+        return f"what was done is taken back, except {left}"
+    return "everything that was done is taken back" if started else "nothing was changed"
+
+
+def _fail(context: Context, work: Work, stack: Stack, cause: BaseException, *, undo: bool) -> NoReturn:
+    """Raise ``cause`` with the state that it leaves; ``undo`` takes back what was done before."""
+    error = system_error(cause) if isinstance(cause, OSError) else cause
+    state = "the node is as far as the steps above say; `stratum up` goes on, `stratum uninstall` removes it"
+    if undo:
+        try:
+            state = _undo(context, work, stack)
+        except (StratumError, OSError) as trouble:
+            state = f"not everything could be taken back ({trouble}); run: stratum uninstall"
+    if isinstance(error, StratumError):
+        error.state = error.state or state
+    raise error from (None if error is cause else cause)
 
 
 def run(context: Context, arguments: argparse.Namespace) -> int:
@@ -145,9 +166,9 @@ def run(context: Context, arguments: argparse.Namespace) -> int:
         try:
             outcome = _bring_up(context, arguments, work, stack)
         except BaseException as error:
-            if not dry_run and fresh and stack.layout.current() is None:
-                _undo(context, work, error)
-            raise
+            if dry_run:
+                raise
+            _fail(context, work, stack, error, undo=fresh)
     if context.host.live:
         work.journal.close()  # the lock is given back: from here on the journal is another run's to write
         steps = stack_script.supervisor_steps(context)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from typing import Optional
 
 from stratum import boot, systemd
@@ -29,6 +30,7 @@ DATA_TREES = (containerd.DATA_ROOT, HostPath("/run/stratum"), STATE_DIRECTORY / 
 # An image takes its own size in containerd's content store and, unpacked, about three times that (an estimate:
 # only the layers themselves know).
 _IMAGE_FACTOR = 4
+_PLACES = 32  # directories of a version, of staging, and the programs' own
 
 
 def record_of(bundle: VerifiedBundle) -> VersionRecord:
@@ -51,11 +53,16 @@ def plugins_of(description: Description) -> tuple[str, ...]:
     return tuple(sorted(path.name for path in paths if path.parent == HostPath("cni/bin")))
 
 
-def needs(placement: Placement) -> list[Need]:
+def needs(context: Context, placement: Placement) -> list[Need]:
     """What an installation takes of each file system."""
     images = placement.image_size()
+    size, inodes = placement.component_space()
+    # The version has each file under a second name, which takes an inode on some file systems (tmpfs).
+    names = inodes + _PLACES if inodes else 0
+    fresh = context.archive is not None and not context.host.lexists(program.LINK)
     return [
-        Need(COMPONENTS, *placement.component_space()),
+        Need(COMPONENTS, size, inodes + names),
+        Need(program.PROGRAMS, os.stat(context.archive).st_size if fresh and context.archive else 0, 0),
         Need(IMAGES_DIRECTORY, images, len(placement.missing_images()) * 8),
         Need(containerd.DATA_ROOT, images * _IMAGE_FACTOR, 0),
     ]

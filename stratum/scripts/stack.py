@@ -8,12 +8,13 @@ from typing import Optional
 
 from stratum import systemd
 from stratum.errors import CommandError, StratumError, join_errors
-from stratum.host import forwarding, masquerade, persistence
+from stratum.host import forwarding, masquerade, mounts, persistence
 from stratum.node import cni, pods
 from stratum.node.backend import Backend, Hooks
-from stratum.node.stack import CONTAINER_CGROUPS, Stack
+from stratum.node.stack import CONTAINER_CGROUPS, UNITS, Stack
 from stratum.node.units import UNIT_CONTAINERD
 from stratum.node.versions import VersionRecord
+from stratum.receipt import STATE_DIRECTORY
 from stratum.scripts import node
 from stratum.scripts.context import Context
 from stratum.steps import Action, Call, Command, Step, Work
@@ -86,6 +87,28 @@ def plan_stop(stack: Stack, units: Sequence[str]) -> list[Action]:
     if not running:
         return []
     return [Call("stop", ", ".join(running), lambda: join_errors(stop_unit_errors(stack, running), "stop"))]
+
+
+def take_down_steps(work: Work, stack: Stack) -> list[Step]:
+    """What undoes the start of a node that has run no container yet: units, mounts of an import, kernel settings."""
+    host = stack.host
+
+    def plan_unmount() -> list[Action]:
+        return [
+            Call("unmount", str(mount.path), functools.partial(mounts.unmount, host, mount.path))
+            for mount in mounts.mounts_below(host, (STATE_DIRECTORY,))
+            if work.receipt.get(mount.path) is None
+        ]
+
+    return [
+        Step("stop", "stop the units", lambda: plan_stop(stack, tuple(reversed(UNITS)))),
+        Step("unmount", "take away what an import had mounted", plan_unmount),
+        Step(
+            "network",
+            "give back the kernel's settings",
+            lambda: [*masquerade.plan_removal(host), *forwarding.plan_restore(host)],
+        ),
+    ]
 
 
 def plan_end_containers(stack: Stack) -> list[Action]:

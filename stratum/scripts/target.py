@@ -60,7 +60,7 @@ def check_preflight(context: Context, arguments: argparse.Namespace, target: Tar
     """The gate: every finding is shown, and one that rejects raises :class:`HostRefusedError`."""
     findings = preflight.check_host(
         context.host,
-        needs=node_script.needs(target.placement) if target.placement else (),
+        needs=node_script.needs(context, target.placement) if target.placement else (),
         units=(*UNITS, persistence.UNIT),
         skip=arguments.skip_check,
     )
