@@ -104,6 +104,11 @@ def _plan_tree(host: Host, path: HostPath, gone: set[HostPath], removal: Removal
     if mounts:
         removal.left.append(Left(path, f"a file system is mounted at {mounts[0]}"))
         return
+    if host.is_mount_point(path):
+        # A disk that the admin gave us: what is on it is ours, the mount is not.
+        removal.actions.append(RemoveTree(path, spare=""))
+        removal.left.append(Left(path, "a file system is mounted there; what Stratum had on it is removed"))
+        return
     removal.actions.append(RemoveTree(path))
     gone.add(path)
 

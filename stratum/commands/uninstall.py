@@ -91,11 +91,15 @@ def plan_disarm(context: Context) -> list[Action]:
     ]
 
 
-def plan_unmount(context: Context) -> list[Action]:
-    """Take away the mounts below our trees; one that is in use stops the uninstall."""
+def plan_unmount(context: Context, work: Work) -> list[Action]:
+    """Take away the mounts below our trees; one that is in use stops the uninstall.
+
+    A mount just where we keep something is a disk that the admin gave us, and stays.
+    """
     return [
         Call("unmount", str(mount.path), functools.partial(mounts.unmount, context.host, mount.path))
         for mount in mounts.mounts_below(context.host, ROOTS)
+        if work.receipt.get(mount.path) is None
     ]
 
 
@@ -119,13 +123,13 @@ def plan_reload(context: Context) -> list[Action]:
     return [Call("make systemd forget", persistence.UNIT, lambda: persistence.forget(context.host, UNITS))]
 
 
-def teardown_steps(context: Context, stack: Stack) -> list[Step]:
+def teardown_steps(context: Context, work: Work, stack: Stack) -> list[Step]:
     """Everything before the deletion; a failure in here puts the node back."""
     return [
         Step("disarm", "keep the supervisor from coming back", lambda: plan_disarm(context)),
         *stack_script.stop_steps(stack, tuple(reversed(UNITS)), containers=True),
         Step("traces", "remove what dead containers left in /run", lambda: plan_traces(context.host)),
-        Step("unmount", "take away mounts below Stratum's directories", lambda: plan_unmount(context)),
+        Step("unmount", "take away mounts below Stratum's directories", lambda: plan_unmount(context, work)),
         Step("network", "remove the container bridge", lambda: plan_network(context)),
         Step("stop-supervisor", "stop the supervisor", lambda: plan_stop_supervisor(context)),
     ]
@@ -148,7 +152,7 @@ def uninstall(context: Context, work: Work, *, keep_data: bool, dry_run: bool) -
     if context.host.live:
         found = find(context)
         try:
-            steps = teardown_steps(context, stack)
+            steps = teardown_steps(context, work, stack)
             outcome = perform(context, work, "uninstall", steps, dry_run=dry_run, ends=False)
         except BaseException as error:
             if not dry_run:
