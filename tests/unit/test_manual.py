@@ -22,5 +22,6 @@ def test_the_manual_page_and_the_readme_list_every_exit_code_with_its_meaning() 
 
 def test_the_manual_page_names_every_command() -> None:
     commands = PAGE.partition(".SH COMMANDS")[2].partition(".SH EXIT STATUS")[0]
-    named = {word for line in re.findall(r"^\.BR? (.*)$", commands, re.MULTILINE) for word in re.findall(r"[a-z]+", line)}
+    lines = re.findall(r"^\.BR? (.*)$", commands, re.MULTILINE)
+    named = {word for line in lines for word in re.findall(r"[a-z]+", line)}
     assert set(COMMANDS) <= named
