@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
-import io
 import json
-import zipfile
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 
 from tests.lab.nspawn import NspawnMachine
-
-SOURCES = Path(__file__).resolve().parents[2] / "stratum"
+from tests.sources import sources_zip
 
 # What a start does: read the tables, decide; the answer or the refusal as JSON.
 DECIDE = """
@@ -51,11 +47,7 @@ done
 @pytest.fixture(scope="module")
 def box(shared_machine: NspawnMachine) -> Iterator[NspawnMachine]:
     """A machine that has the sources."""
-    archive = io.BytesIO()
-    with zipfile.ZipFile(archive, "w") as target:
-        for path in sorted(SOURCES.rglob("*.py")):
-            target.write(path, f"stratum/{path.relative_to(SOURCES)}")
-    shared_machine.write("/root/sources.zip", archive.getvalue())
+    shared_machine.write("/root/sources.zip", sources_zip())
     shared_machine.write("/root/decide.py", DECIDE)
     yield shared_machine
     shared_machine.run(["rm", "/root/sources.zip", "/root/decide.py"])

@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-import io
 import json
-import zipfile
-from pathlib import Path
 
 import pytest
 
 from tests.lab.qemu import QemuMachine
-
-SOURCES = Path(__file__).resolve().parents[2] / "stratum"
+from tests.sources import sources_zip
 
 # What `up` and `uninstall` do with these parts: plan, then perform, with the record on the disk.
 DRIVE = """
@@ -105,11 +101,7 @@ def etc(vm: QemuMachine) -> list[str]:
 
 @pytest.mark.timeout(1800)
 def test_swap_modules_sysctls_and_mounts_are_applied_hold_after_a_reboot_and_are_taken_back(vm: QemuMachine) -> None:
-    archive = io.BytesIO()
-    with zipfile.ZipFile(archive, "w") as target:
-        for path in sorted(SOURCES.rglob("*.py")):
-            target.write(path, f"stratum/{path.relative_to(SOURCES)}")
-    vm.write("/root/src.zip", archive.getvalue())
+    vm.write("/root/src.zip", sources_zip())
     vm.write("/root/drive.py", DRIVE)
     vm.sh("for f in /swapfile /srv/admin; do dd if=/dev/zero of=$f bs=1M count=16; chmod 600 $f; mkswap $f; done")
     vm.write("/etc/fstab", vm.read("/etc/fstab") + FSTAB)
