@@ -15,6 +15,7 @@ from typing import Callable
 from stratum import lock, systemd
 from stratum.errors import ExitCode, StratumError
 from stratum.host import forwarding, masquerade, mounts, network, persistence
+from stratum.journal import JOURNAL_PATH
 from stratum.node import cni, containerd
 from stratum.node.layout import Layout
 from stratum.node.stack import UNITS, Stack
@@ -25,7 +26,7 @@ from stratum.scripts import stack as stack_script
 from stratum.scripts.context import Context, add_dry_run, add_output, add_root
 from stratum.scripts.recover import recover
 from stratum.scripts.run import ignore_signals, load_work, perform, report
-from stratum.steps import Action, Call, Outcome, RemoveTree, Step, Work
+from stratum.steps import Action, Call, Outcome, RemoveDirectory, RemoveFile, RemoveTree, Step, Work
 from stratum.system import HostPath
 
 ROOTS = (HostPath("/opt/stratum"), STATE_DIRECTORY, HostPath("/run/stratum"))
@@ -183,11 +184,15 @@ def uninstall(context: Context, work: Work, *, keep_data: bool, dry_run: bool) -
 
 def clear_remains(context: Context) -> None:
     """Directories of our names without a record: a first run was killed before it wrote one, or a last one after."""
-    host = context.host
-    if not len(load_work(context).receipt):
-        with contextlib.suppress(OSError):
-            host.rmdir(STATE_DIRECTORY)
-        RemoveTree(lock.LOCK_PATH.parent, spare=lock.LOCK_PATH.name).perform(load_work(context))
+    work = load_work(context)
+    if not len(work.receipt):
+        # The power may have taken the journal's removal back and not the receipt's.
+        for action in (
+            RemoveFile(JOURNAL_PATH),
+            RemoveDirectory(STATE_DIRECTORY),
+            RemoveTree(lock.LOCK_PATH.parent, spare=lock.LOCK_PATH.name),
+        ):
+            action.perform(work)
 
 
 def run(context: Context, arguments: argparse.Namespace) -> int:
