@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import io
+import os
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -179,6 +180,11 @@ class MachineHost(FaultHost):
         if str(path) in self.sockets:
             return True
         return str(path) == str(containerd.ADDRESS) and self.active("stratum-containerd.service") and not self.silent
+
+    def chown(self, path: PathLike, uid: int, gid: int) -> None:
+        """It says that it is root; the process that plays it may not be."""
+        if os.geteuid() == 0:
+            super().chown(path, uid, gid)
 
     def kill(self, pid: int, still_the_same: Callable[[], bool]) -> None:
         """End a process of the tree's /proc."""

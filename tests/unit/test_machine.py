@@ -458,8 +458,7 @@ def test_an_uninstall_killed_at_any_change_can_be_finished_or_taken_back(
         if what.startswith(("write", "rename")) and ("/.receipt.json." in what or "/.journal.json." in what)
     ]
     points = [number for number in range(len(survey.mutations)) if number not in inside[4:]]
-    if then == "up":
-        points = points[::2]
+    points = points[::2] if then == "up" else points[1::2]
     for number in points:
         shutil.rmtree(root)
         shutil.copytree(root.parent / "installed", root, symlinks=True)
