@@ -460,17 +460,22 @@ class FaultyMachine(MachineHost):
         self._touch_socket(unit)
         return 0, ""
 
-    def _show(self, name: str) -> str:
+    def _look(self, name: str) -> None:
+        """A program that dies has died by the time that somebody looks."""
         if name in self.running and b"dies" in self.running[name][0]:
             del self.running[name]
             self._unit(name).active = "failed"
             self.journals.setdefault(name, []).append(f"{name} says: I die")
+
+    def _show(self, name: str) -> str:
+        self._look(name)
         text = super()._show(name)
         return text.replace("LoadState=loaded", "LoadState=masked") if self._masked(name) else text
 
     def listens(self, path: PathLike) -> bool:
+        self._look("stratum-containerd.service")
         program = self.running.get("stratum-containerd.service", (b"silent", b"", b""))[0]
-        return super().listens(path) and b"silent" not in program and b"dies" not in program
+        return super().listens(path) and b"silent" not in program
 
 
 @contextlib.contextmanager
