@@ -408,7 +408,8 @@ class Host:
     def mounts_within(self, path: PathLike) -> list[str]:
         """The mounts at ``path`` and below it, as real paths."""
         top = os.path.realpath(self.real(path))
-        return [mount for mount in self.mount_points() if mount == top or mount.startswith(f"{top}/")]
+        below = f"{top.rstrip('/')}/"
+        return [mount for mount in self.mount_points() if mount == top or mount.startswith(below)]
 
     def is_mount_point(self, path: PathLike) -> bool:
         """Whether a file system is mounted at ``path``."""

@@ -526,6 +526,24 @@ def test_a_server_that_is_too_busy_to_accept_still_listens(host: Host) -> None:
             assert host.listens("/sock")
 
 
+def test_mounts_of_this_process_are_seen_at_and_below_a_path() -> None:
+    machine = Host("/")
+    assert "/proc" in machine.mount_points()
+    assert machine.is_mount_point("/proc") and not machine.is_mount_point("/proc/self")
+    assert "/proc" in machine.mounts_within("/proc")
+    assert machine.mounts_within("/proc/self") == []
+    assert "/proc" in machine.mounts_within("/")
+
+
+def test_mounts_in_a_tree_are_seen_by_their_real_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "root/data/stratum").mkdir(parents=True)
+    (tmp_path / "root/opt").symlink_to("/data")
+    host = Host(str(tmp_path / "root"))
+    monkeypatch.setattr(host, "mount_points", lambda: [f"{tmp_path}/root/data/stratum/x", f"{tmp_path}/root/data/s"])
+    assert host.mounts_within("/opt/stratum") == [f"{tmp_path}/root/data/stratum/x"]
+    assert not host.is_mount_point("/opt/stratum")
+
+
 def test_temporary_names_are_hidden_beside_the_file_and_never_the_same(host: Host) -> None:
     names = {host.temporary_name("/etc/file") for _ in range(100)}
     assert len(names) == 100

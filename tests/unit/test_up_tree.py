@@ -8,6 +8,8 @@ import os
 import shutil
 import signal
 import stat
+import subprocess
+import sys
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -19,6 +21,7 @@ from stratum.errors import ExitCode, StratumError
 from stratum.system import Host
 from tests.bundles import Bundle, Entry, Part, Publisher, directory, flipped, snapshot, symlink
 from tests.fakes import Desk, FaultHost, Killed, make_tree, node_publisher, relative
+from tests.unit.conftest import interpreters
 
 
 @pytest.fixture(autouse=True)
@@ -676,4 +679,57 @@ def test_a_journal_without_a_receipt_goes_with_an_uninstall(desk: Desk, root: Pa
     (root / "var/lib/stratum").mkdir()
     (root / "var/lib/stratum/journal.json").write_bytes(journal)
     assert desk.run(fast(root), "uninstall").status == ExitCode.DONE
+    assert snapshot(root) == before
+
+
+# -- the file that ships --------------------------------------------------------------------------------
+
+FITTING = sorted(
+    (tuple(map(int, version.split("."))), path)
+    for version, path in interpreters().items()
+    if tuple(map(int, version.split("."))) >= (3, 9, 2)
+)
+ENDS = {".".join(map(str, version)): path for version, path in (FITTING[0], FITTING[-1])}  # oldest and newest
+
+
+@pytest.mark.parametrize("python", ENDS.values(), ids=ENDS.keys())
+def test_the_pyz_prepares_and_clears_a_tree_as_cloud_init_runs_it(
+    pyz: Path, desk: Desk, root: Path, good: Path, python: str
+) -> None:
+    """Rows 28 and 35: no environment, no HOME, closed streams, umask 077."""
+    before = snapshot(root)
+    code = (
+        "import os, sys\n"
+        "os.umask(0o077)\n"
+        "for number in (0, 1, 2): os.close(number)\n"
+        "os.execve(sys.argv[1], sys.argv[1:], {})\n"
+    )
+
+    def run(*words: str) -> int:
+        argv = [python, "-I", "-S", "-c", code, python, "-I", "-S", *words, "--root", str(root)]
+        return subprocess.run(argv, env={}, cwd="/", timeout=120, check=False).returncode
+
+    up = ("up", "--bundle", str(good), "--trust", str(desk.key))
+    assert run(str(pyz), *up) == ExitCode.DONE
+    installed = root / os.readlink(root / "usr/local/bin/stratum")[1:]
+    assert installed.read_bytes() == pyz.read_bytes()
+    assert stat.S_IMODE((root / "opt/stratum/node/1.0.0/bin").stat().st_mode) == 0o755
+    after = snapshot(root)
+    assert run(str(installed), *up) == ExitCode.DONE
+    assert snapshot(root) == after
+    assert run(str(installed), "uninstall", "--dry-run") == ExitCode.DONE
+    assert snapshot(root) == after
+    assert run(str(installed), "uninstall") == ExitCode.DONE
+    assert snapshot(root) == before
+
+
+def test_the_pyz_says_a_bad_bundle_in_one_line_and_with_its_code(pyz: Path, desk: Desk, root: Path) -> None:
+    bundle = desk.bundle(_spoiled("first layer"))
+    before = snapshot(root)
+    argv = [sys.executable, "-I", "-S", str(pyz), "up", "--root", str(root), "--bundle", str(bundle)]
+    done = subprocess.run([*argv, "--trust", str(desk.key)], capture_output=True, text=True, timeout=120)
+    assert done.returncode == ExitCode.BUNDLE_MALFORMED
+    lines = done.stderr.splitlines()
+    assert [line.partition("[")[0] for line in lines if line.startswith("stratum:")] == ["stratum: error"]
+    assert "state: nothing was changed" in lines
     assert snapshot(root) == before
