@@ -20,6 +20,9 @@ def safe_relative(path: str) -> Optional[str]:
         return "has a control character or a backslash"
     if posixpath.normpath(path) != path or path.split("/")[0] in ("..", "."):
         return "not a normal relative path"
+    if any(part.startswith(".wh.") for part in path.split("/")):
+        # In an OCI layer that is not a file but the removal of one (image-spec, layer.md); other readers obey it.
+        return "is a whiteout"
     # NAME_MAX and PATH_MAX of Linux, with room for the version directory before it.
     if any(len(part.encode("utf-8")) > 255 for part in path.split("/")) or len(path.encode("utf-8")) > 3500:
         return "too long"

@@ -313,6 +313,8 @@ def file_entry(path: str, **changes: Any) -> Document:
         ([{"path": "d/a", "type": "symlink", "target": "../../x"}], "leads out"),
         ([{"path": "d/a", "type": "symlink", "target": "x/../../.."}], "'..' after a name"),
         ([{"path": "d/a", "type": "symlink", "target": "x\n"}], "control character"),
+        ([file_entry("d/.wh..wh..opq")], "is a whiteout"),
+        ([file_entry(".wh.d/a")], "is a whiteout"),
         ([file_entry("a"), file_entry("a")], "places a path twice"),
         ([{"path": "a", "type": "symlink", "target": "d"}, file_entry("a/x")], "placed below a, a symlink"),
         ([file_entry("a/x"), file_entry("a")], "placed below a, a file"),

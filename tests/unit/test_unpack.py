@@ -335,6 +335,13 @@ def test_a_hard_link_to_a_link_to_the_outside_is_refused(sandbox: Sandbox) -> No
     assert "leads out" in sandbox.refusal(Layer(entries, listed=listed))
 
 
+def test_a_whiteout_in_a_component_is_refused_in_either_order(sandbox: Sandbox) -> None:
+    # Row 59: a component is one layer, so there is nothing that a whiteout could hide.
+    opaque, link = Entry("d/.wh..wh..opq"), symlink("d/a", "b")
+    for entries in ([opaque, link], [link, opaque]):
+        assert "is a whiteout" in sandbox.refusal(Layer(list(entries), listed=[link]))
+
+
 def test_a_hard_link_before_its_target_is_refused(sandbox: Sandbox) -> None:
     entries: Entries = [hard_link("h", "a"), Entry("a", b"x")]
     assert "no file before it" in sandbox.refusal(Layer(entries, listed=[Entry("h", b"x"), Entry("a", b"x")]))
