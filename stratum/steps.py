@@ -18,7 +18,7 @@ from stratum import atomicfile
 from stratum.errors import StratumError
 from stratum.journal import Journal
 from stratum.receipt import Entry, Receipt, content_digest, file_digest
-from stratum.system import Host, HostPath
+from stratum.system import Host, HostPath, unguessable
 
 __all__ = [
     "Action",
@@ -215,15 +215,22 @@ def remove_tree(host: Host, path: HostPath) -> None:
         host.unlink(path)
         return
     refuse_mounts(host, path)
-    for child, child_info in host.walk(path):
-        if not stat.S_ISDIR(child_info.st_mode):
-            host.unlink(child)
-        elif child_info.st_dev != info.st_dev:
-            raise StratumError(
-                "mount-in-the-way", f"{child}: another file system is mounted there", hint=f"run: umount {child}"
-            )
-        else:
-            host.rmdir(child)
+    device, again = info.st_dev, True
+    while again:
+        again = False
+        for child, child_info in host.walk(path):
+            if not stat.S_ISDIR(child_info.st_mode):
+                host.unlink(child)
+            elif child_info.st_dev != device:
+                raise StratumError(
+                    "mount-in-the-way", f"{child}: another file system is mounted there", hint=f"run: umount {child}"
+                )
+            elif host.too_long(child) and host.listdir(child):
+                # A container can nest directories deeper than a path can say: they are taken to the top first.
+                host.rename(child, path / unguessable())
+                again = True
+            else:
+                host.rmdir(child)
     host.rmdir(path)
 
 

@@ -38,6 +38,7 @@ SEARCH_PATH = ("/usr/local/sbin", "/usr/local/bin", "/usr/sbin", "/usr/bin", "/s
 
 _LINKS_MAX = 40  # as the kernel's own limit, path_resolution(7)
 _TEMPORARY = re.compile(r"\.(?P<name>.+)\.[0-9a-f]{16}\.tmp\Z", re.DOTALL)
+_PATH_LONG = 3000  # bytes
 _STDERR_SHOWN = 600
 _CONNECT_TIMEOUT = 5.0  # seconds
 _DATAGRAM_MAX = 1 << 17  # the kernel puts at most 32 KiB into one
@@ -378,8 +379,15 @@ class Host:
         found = _TEMPORARY.match(name)
         return found["name"] if found else None
 
+    def too_long(self, path: PathLike) -> bool:
+        """Whether names below ``path`` may be more than a system call takes (PATH_MAX is 4096 bytes)."""
+        return len(os.fsencode(self.real(path))) > _PATH_LONG
+
     def walk(self, path: PathLike) -> Iterator[tuple[HostPath, os.stat_result]]:
-        """Every entry below ``path``, children before their directory; follows no link, crosses no mount."""
+        """Every entry below ``path``, children before their directory; follows no link, crosses no mount.
+
+        A directory for which :meth:`too_long` holds is given and not entered.
+        """
         top = HostPath(str(path))
         device = self.lstat(top).st_dev
         # A list and no recursion: a container's files may lie deeper than Python's calls can go.
@@ -387,7 +395,8 @@ class Host:
         while pending:
             child, entered = pending.pop()
             info = self.lstat(child)
-            if not entered and stat.S_ISDIR(info.st_mode) and info.st_dev == device:
+            inside = stat.S_ISDIR(info.st_mode) and info.st_dev == device and not self.too_long(child)
+            if inside and not entered:
                 pending.append((child, True))
                 pending += [(child / name, False) for name in reversed(self.listdir(child))]
             else:

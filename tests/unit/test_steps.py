@@ -31,7 +31,7 @@ from stratum.steps import (
     remove_tree,
     run_steps,
 )
-from stratum.system import HostPath
+from stratum.system import Host, HostPath
 from tests.bundles import snapshot
 from tests.fakes import FaultHost
 
@@ -212,6 +212,22 @@ def test_a_spared_entry_stays_and_its_directory_with_it(work: Work, root: Path) 
     (root / "run/x/lock").touch()
     RemoveTree(HostPath("/run/x"), spare="lock").perform(work)
     assert os.listdir(root / "run/x") == ["lock"]
+
+
+def test_a_tree_deeper_than_a_path_can_say_is_removed(tmp_path: Path) -> None:
+    """A process in a container made it, by mkdir and cd; nothing else can name its bottom."""
+    top = tmp_path / "deep"
+    top.mkdir()
+    here = os.open(top, os.O_RDONLY)
+    for _ in range(30):
+        os.mkdir("n" * 250, dir_fd=here)
+        deeper = os.open("n" * 250, os.O_RDONLY, dir_fd=here)
+        os.close(os.open("file", os.O_CREAT | os.O_WRONLY, dir_fd=deeper))
+        os.close(here)
+        here = deeper
+    os.close(here)
+    remove_tree(Host("/"), HostPath(str(top)))
+    assert not top.exists()
 
 
 def test_unwritable_directories_in_a_tree_of_ours_are_no_obstacle_to_root(work: Work, root: Path) -> None:
