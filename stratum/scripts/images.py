@@ -6,7 +6,7 @@ import functools
 
 from stratum.bundle.images import IMAGES_DIRECTORY, Image, ImageStore, write_image_tar
 from stratum.bundle.oci import Descriptor
-from stratum.errors import StratumError
+from stratum.errors import CommandError, StratumError
 from stratum.node import containerd
 from stratum.node.stack import Stack
 from stratum.node.versions import VersionRecord
@@ -45,7 +45,11 @@ def _missing(top: Descriptor) -> None:
 
 
 def _import(stack: Stack, image: Image, platform: str) -> None:
-    stack.ctr.import_image(containerd.NAMESPACE, platform, lambda pipe: write_image_tar(stack.host, image, pipe))
+    try:
+        stack.ctr.import_image(containerd.NAMESPACE, platform, lambda pipe: write_image_tar(stack.host, image, pipe))
+    except CommandError as error:
+        error.hint = f"look for a full or broken disk under {containerd.DATA_ROOT}, and read: stratum logs containerd"
+        raise
     found = stack.ctr.images(containerd.NAMESPACE).get(image.name)
     if found != image.manifest.digest:
         raise StratumError(
