@@ -408,7 +408,7 @@ class Host:
         Empty without procfs. Format: proc(5), mountinfo.
         """
         try:
-            with open("/proc/self/mountinfo", encoding="utf-8", errors="surrogateescape") as file:
+            with open("/proc/self/mountinfo", encoding="utf-8", errors="surrogateescape", newline="\n") as file:
                 fields = [line.split(" ", 5) for line in file]
         except OSError:
             return []

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from stratum.errors import CommandError, StratumError
@@ -23,6 +24,8 @@ class Mount:
     source: str
     options: frozenset[str]
     tags: frozenset[str] = frozenset()  # the optional fields: "shared:12", "master:3" and others
+    number: str = ""  # the mount's id and that of the mount it is in
+    parent: str = ""
 
 
 def _unescape(text: str) -> str:
@@ -36,13 +39,14 @@ def read_mounts(host: Host) -> list[Mount]:
     except OSError:
         return []
     mounts = []
-    for line in text.splitlines():
+    for line in text.split("\n"):  # not splitlines(): a name may hold other characters that end lines
         left, _, right = line.partition(" - ")
         fields, rest = left.split(" "), right.split(" ")
         if len(fields) >= 6 and len(rest) >= 2:
             options = frozenset(fields[5].split(","))
             tags = frozenset(fields[6:])
-            mounts.append(Mount(HostPath(_unescape(fields[4])), rest[0], _unescape(rest[1]), options, tags))
+            path = HostPath(_unescape(fields[4]))
+            mounts.append(Mount(path, rest[0], _unescape(rest[1]), options, tags, fields[0], fields[1]))
     return mounts
 
 
@@ -54,10 +58,29 @@ def mount_types(host: Host) -> dict[HostPath, str]:
 def mounts_below(host: Host, roots: Sequence[HostPath]) -> list[Mount]:
     """The mounts strictly below any of ``roots``, in the order in which they can be taken away.
 
-    A root that is itself a mount point (a disk that the admin gave us) is not among them.
+    A root that is itself a mount point (a disk that the admin gave us) is not among them. The table has real
+    paths, so links in a root's parents are resolved.
     """
-    found = [mount for mount in read_mounts(host) if any(root in mount.path.parents for root in roots)]
-    return list(reversed(found))
+    table = read_mounts(host)
+    tops = [_resolved(host, root) for root in roots]
+    found = [mount for mount in table if any(top in mount.path.parents for top in tops)]
+    by_number = {mount.number: mount for mount in table}
+    # What is mounted in another comes first: the order of the table does not tell, mounts can be moved. Of those
+    # beside each other the later one does: it may lie over the place of the earlier one.
+    found.reverse()
+    return sorted(found, key=lambda mount: _depth(mount, by_number), reverse=True)
+
+
+def _resolved(host: Host, path: HostPath) -> HostPath:
+    real = os.path.realpath(host.real(path, follow=True))
+    return HostPath(real) if host.root == "/" else HostPath("/", os.path.relpath(real, host.root))
+
+
+def _depth(mount: Mount, by_number: Mapping[str, Mount]) -> int:
+    depth = 0
+    while mount.parent in by_number and mount.parent != mount.number and depth < len(by_number):
+        mount, depth = by_number[mount.parent], depth + 1
+    return depth
 
 
 def unmount(host: Host, path: HostPath) -> None:
