@@ -113,6 +113,7 @@ class FaultyMachine(MachineHost):
     _unsynced: dict[int, tuple[int, int]] = field(default_factory=dict)  # inode: descriptor, bytes on the disk
     _directories: dict[int, int] = field(default_factory=dict)
     _buried: int = 0
+    _plain: set[str] = field(default_factory=set)  # directories that are reached through no link
 
     # -- counting -----------------------------------------------------------------------------------
 
@@ -130,6 +131,18 @@ class FaultyMachine(MachineHost):
         self.mutations.clear()
         self.commands.clear()
         self.dies_at, self.loss, self.dead = dies_at, loss, False
+
+    def _resolve(self, text: str, follow: bool) -> str:
+        """As the host does it, remembering where no link is in the way: these tests ask for little else."""
+        head, _, name = text.rpartition("/")
+        if head in self._plain and name not in ("", ".", ".."):
+            here = f"{self.root}{head}/{name}"
+            if not (follow and os.path.islink(here)):
+                return here
+        real = super()._resolve(text, follow)
+        if real == self.root + text and os.path.isdir(self.root + head):
+            self._plain.add(head)
+        return real
 
     # -- the record of what is not on the disk ------------------------------------------------------
 
@@ -216,6 +229,8 @@ class FaultyMachine(MachineHost):
 
     def rename(self, source: PathLike, target: PathLike) -> None:
         self.mutation(f"rename {source} {target}")
+        if self.is_link(source) or self.is_dir(source):
+            self._plain.clear()
         if self.loss is None:
             Host.rename(self, source, target)
             return
@@ -245,6 +260,7 @@ class FaultyMachine(MachineHost):
         self._make_link(target, path)
 
     def _make_link(self, target: str, path: PathLike) -> None:
+        self._plain.clear()
         Host.symlink(self, target, path)
         if self.loss is not None:
             place = self._place(path)
@@ -376,6 +392,7 @@ class FaultyMachine(MachineHost):
 
     def revive(self) -> None:
         """The next process: it dies no more."""
+        self._plain.clear()
         self.dies_at, self.loss, self.dead, self.just_died = None, None, False, False
         self._settle_all()
 
