@@ -12,7 +12,7 @@ from tests.lab.inside import PLACE, SOURCES, ask, python
 from tests.lab.machine import Machine
 from tests.lab.qemu import QemuMachine
 
-IMPORTS = "from stratum.host import firewalld, masquerade, netmanagers"
+IMPORTS = "from stratum.host import firewalld, hostports, masquerade, netmanagers"
 TRUST = 'perform(lambda work: firewalld.plan_trust(work, ["stratum0"], warnings.append))'
 UNTRUST = "perform(firewalld.plan_untrust)"
 SUBNET = "10.215.0.0/24"
@@ -96,11 +96,12 @@ def test_the_whole_life_of_a_binding(host: QemuMachine) -> None:
     assert call(host, "firewalld.firewall_stamp(host)") != stamp
     assert call(host, "[item.interface for item in firewalld.owned_interfaces(host)]") == ["stratum0"]
 
-    # An admin reloads: the binding and our own table stay, and the rules of the portmap plugin too.
+    # An admin reloads: the binding and our own table stay. The rules of the portmap plugin go, and it is seen.
+    assert call(host, "hostports.rules_present(host)") is True
     host.run(["firewall-cmd", "--reload"], timeout=300)
     assert reached(host)
     assert call(host, f'len(masquerade.plan_masquerade(host, "{SUBNET}"))') == 0
-    host.run(["iptables", "-t", "nat", "-C", "PREROUTING", "-j", "CNI-HOSTPORT-DNAT"])
+    assert call(host, "hostports.rules_present(host)") is False
 
     # A restart, and a binding that somebody took away: found and made again.
     host.run(["systemctl", "restart", "firewalld"], timeout=300)
