@@ -14,6 +14,7 @@ from typing import Callable
 
 from stratum.host.finding import REJECT, WARN, Finding
 from stratum.host.floor import check_cgroup, check_kernel, parse_kernel_release
+from stratum.host.netmanagers import check_cloud_setup
 from stratum.system import SEARCH_PATH, Host, HostPath
 
 __all__ = ["REJECT", "WARN", "Finding", "Need", "check_host", "detect_unmanaged", "parse_kernel_release"]
@@ -257,6 +258,7 @@ def _checks(host: Host, needs: Sequence[Need], units: Sequence[str]) -> list[Cal
         lambda: check_space(host, needs),
         lambda: check_masked(host, units),
         lambda: check_ownership(host),
+        lambda: check_cloud_setup(host),
     ]
     if not host.live:
         return both
@@ -277,6 +279,7 @@ CHECKS: Mapping[str, str] = {
     "inodes": "inodes for everything that will be unpacked",
     "masked-unit": "no unit of ours is masked",
     "unmanaged": "no containerd or kubelet that is not ours",
+    "nm-cloud-setup": "nm-cloud-setup, which breaks container traffic, is not enabled",
     "architecture": "the bundle is for this machine",
     "signature": "a trusted key signed the bundle",
     "digests": "each blob of the bundle has its digest",
