@@ -18,6 +18,7 @@ __all__ = [
     "UNIT_KUBELET",
     "UNIT_KUBELET_LAUNCH_CHECK",
     "UNIT_LOCALDNS",
+    "UNIT_LOCALDNS_NETWORK",
     "UnitFile",
     "UnitSpec",
     "drop_in_dir",

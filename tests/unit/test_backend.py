@@ -25,6 +25,7 @@ from stratum.node.units import (
     UNIT_KUBELET,
     UNIT_KUBELET_LAUNCH_CHECK,
     UNIT_LOCALDNS,
+    UNIT_LOCALDNS_NETWORK,
     UnitSpec,
     render_units,
     stack_units,
@@ -415,7 +416,10 @@ def test_stopping_tries_every_unit_and_hides_no_error(node: Node) -> None:
 
 
 def test_restarting_goes_in_start_order_through_gates_of_its_own_and_leaves_the_containers(node: Node) -> None:
-    node.run_version("1.0").restart()
+    backend = node.run_version("1.0")
+    node.machine.commands.clear()
+    backend.restart()
+    assert {line.split()[1] for line in node.machine.commands} == {"reset-failed", "restart"}  # no reboot, no stop
     words = [f"{verb} {name}" for name in ("dns", "containerd", "kubelet") for verb in ("restart", "gate again")]
     assert node.machine.take() == ["before start", *words]
     assert node.pods() == {str(SHIM), str(CONTAINER), "77", "78"}
@@ -883,6 +887,28 @@ def test_the_plugin_directory_goes_when_it_is_empty(node: Node) -> None:
     assert not node.machine.exists(cni.HOST_BIN_DIR)
     assert not backend.work.receipt.get(cni.HOST_BIN_DIR / "bridge")
     backend.unlink_cni_plugins()
+
+
+# -- LocalDNS -------------------------------------------------------------------------------------------
+
+
+def test_the_network_unit_of_localdns_is_waited_for_and_never_written(node: Node) -> None:
+    node.run_version("1.0")
+    unit = node.machine.read_text(SYSTEMD_DIR / UNIT_LOCALDNS).splitlines()
+    for word in ("After=", "Requires="):
+        assert any(line.startswith(word) and UNIT_LOCALDNS_NETWORK in line for line in unit)
+    assert not node.machine.exists(SYSTEMD_DIR / UNIT_LOCALDNS_NETWORK)
+    theirs = Path(node.machine.root, str(SYSTEMD_DIR)[1:], UNIT_LOCALDNS_NETWORK)
+    theirs.write_text("[Service]\n")
+    node.backend().destroy()
+    assert theirs.exists()
+
+
+def test_localdns_runs_the_supervisor_of_the_version_as_a_dynamic_user(node: Node) -> None:
+    node.run_version("1.0")
+    unit = node.machine.read_text(SYSTEMD_DIR / UNIT_LOCALDNS).splitlines()
+    assert f"ExecStart={BASE}/current/libexec/localdns" in unit
+    assert "DynamicUser=yes" in unit
 
 
 # -- odds and ends --------------------------------------------------------------------------------------
