@@ -41,6 +41,7 @@ class Status:
     drift: list[str]
     unfinished: Optional[Operation]
     at_work: bool  # a run holds the lock now: what is unfinished is in progress
+    drop_ins: dict[str, list[str]]  # by unit, those that Stratum did not write
 
     @property
     def ready(self) -> bool:
@@ -65,15 +66,17 @@ def read_status(context: Context, *, drift: bool = True) -> Status:
     work = load_work(context)
     layout = Layout(context.host)
     version = layout.current()
+    units = systemd.read_units(context.host, (*UNITS, persistence.UNIT))
     return Status(
         version,
         read_record(layout, version) if version else None,
-        systemd.read_units(context.host, (*UNITS, persistence.UNIT)),
+        units,
         version is not None and Stack(layout).ctr.answers(),
         systemd.is_enabled(context.host, persistence.UNIT),
         find_drift(work) if drift else [],
         work.journal.unfinished(),
         lock.is_held(context.host),
+        {unit: [path for path in state.drop_ins if not work.receipt.get(path)] for unit, state in units.items()},
     )
 
 
@@ -101,9 +104,8 @@ def print_text(context: Context, status: Status) -> None:
             (", starts at boot" if status.enabled else ", does NOT start at boot") if unit == persistence.UNIT else ""
         )
         out.result(f"unit       {unit}: {state.active} ({state.sub}){enabled}")
-        for path in state.drop_ins:
-            if not path.endswith("/10-path.conf"):
-                out.result(f"           drop-in of yours: {path}")
+        for path in status.drop_ins[unit]:
+            out.result(f"           drop-in of yours: {path}")
     out.result(f"containerd {'answers' if status.answers else 'does not answer'}")
     if status.unfinished:
         target = f" to {status.unfinished.target}" if status.unfinished.target else ""
@@ -136,7 +138,10 @@ def run(context: Context, arguments: argparse.Namespace) -> int:
             "bundle": status.record.bundle if status.record else None,
             "serial": status.record.serial if status.record else None,
             "signers": list(status.record.signers) if status.record else [],
-            "units": {unit: {"active": state.active, "sub": state.sub} for unit, state in status.units.items()},
+            "units": {
+                unit: {"active": state.active, "sub": state.sub, "dropIns": status.drop_ins[unit]}
+                for unit, state in status.units.items()
+            },
             "containerdAnswers": status.answers,
             "enabled": status.enabled,
             "drift": status.drift,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import json
 import os
 import signal
 from collections.abc import Iterator
@@ -704,14 +705,20 @@ def test_logs_of_a_unit_that_is_not_ours_are_a_usage_error(lab: Lab, new: Faulty
 
 
 def test_status_shows_drop_ins_of_the_users_and_none_of_ours(lab: Lab, new: FaultyMachine) -> None:
-    theirs = f"{SYSTEMD_DIR}/{UNIT_CONTAINERD}.d/50-mine.conf"
+    theirs = f"{SYSTEMD_DIR}/{UNIT_CONTAINERD}.d/10-mine.conf"
     ours = f"{SYSTEMD_DIR}/{UNIT_CONTAINERD}.d/10-path.conf"
     show = new._show
 
     def with_drop_ins(name: str) -> str:
-        return show(name).replace("DropInPaths=", f"DropInPaths={ours} {theirs}")
+        found = f"{ours} {theirs}" if name == UNIT_CONTAINERD else ""
+        return show(name).replace("DropInPaths=", f"DropInPaths={found}")
 
     new._show = with_drop_ins  # type: ignore[method-assign]
     text = lab.ask(new, "status").text
     assert f"drop-in of yours: {theirs}" in text
     assert ours not in text
+    units = json.loads(lab.ask(new, "status", "--output", "json").text)["units"]
+    assert {unit: value["dropIns"] for unit, value in units.items()} == {
+        UNIT_CONTAINERD: [theirs],
+        "stratum.service": [],
+    }
