@@ -13,7 +13,7 @@ import sys
 import time
 from typing import TYPE_CHECKING, BinaryIO, Optional
 
-from stratum.atomicfile import create_exclusively
+from stratum.atomicfile import create_exclusively, remove_created
 from stratum.errors import BundleNotFoundError, ExitCode, StratumError, UsageError
 from stratum.scripts.context import Context
 from stratum.system import Host, HostPath
@@ -157,12 +157,12 @@ def run_keygen(context: Context, arguments: argparse.Namespace) -> int:
     public = replace(public, comment=arguments.comment or f"minisign public key {public.key_id}")
     written = public.to_bytes()
     PublicKey.parse(written)  # a comment that no reader takes must fail before anything is written
-    create_exclusively(host, secret_path, secret.to_bytes(), 0o600)
+    created = create_exclusively(host, secret_path, secret.to_bytes(), 0o600)
     try:
         create_exclusively(host, public_path, written, 0o644)
     except BaseException:
-        # Half a pair is of no use to anybody, and the secret one is ours alone.
-        host.unlink(secret_path)
+        # Half a pair is of no use to anybody; what somebody put in its place meanwhile is.
+        remove_created(host, secret_path, created)
         raise
     context.out.result(f"secret key: {secret_path}" + (" (no password)" if password is None else ""))
     context.out.result(f"public key: {public_path}")
