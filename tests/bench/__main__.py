@@ -14,6 +14,7 @@ from tests.bench.frame import Result, render
 
 BENCHMARKS = {
     "startup": ("tests.bench.startup", "how long the pyz takes to answer, beside a bare interpreter"),
+    "upgrade": ("tests.bench.upgrade", "how long an upgrade is down beside a restart by hand, and what it writes"),
 }
 """Name to module and summary. A module has ``run(runs) -> list[Result]``."""
 
