@@ -8,6 +8,7 @@ from stratum.bundle.images import reap_blobs
 from stratum.bundle.place import COMPONENTS
 from stratum.errors import StratumError
 from stratum.host import persistence
+from stratum.journal import Operation
 from stratum.node.layout import Layout
 from stratum.node.stack import STARTED, Stack
 from stratum.scripts.context import Context
@@ -36,7 +37,9 @@ def recover(context: Context, work: Work, stack: Stack, *, command: str) -> None
     if operation is None or not context.host.live:
         return
     if operation.name in _SWITCHES:
-        recover_switch(context, work, stack, operation.source, operation.target)
+        # What is to be removed need not run before: it may never be able to again.
+        if command != "uninstall":
+            _recover_switch(context, work, stack, operation, command)
     elif operation.name == "uninstall" and command != "uninstall":
         _recover_uninstall(context, work, operation.step)
     elif operation.name in BESIDE:
@@ -59,6 +62,23 @@ def forget_absent(work: Work) -> None:
         if gone and work.host.is_dir(top):
             work.host.fsync_dir(top)
     work.receipt.forget(*absent)
+
+
+def _recover_switch(context: Context, work: Work, stack: Stack, operation: Operation, command: str) -> None:
+    try:
+        recover_switch(context, work, stack, operation.source, operation.target)
+    except StratumError as error:
+        # Where all is in its place and only the start failed, another version may be what helps.
+        if command == "supervise" or not _is_current(stack.layout, operation.source):
+            raise
+        context.out.warn(f"version {operation.source} does not run: {error.message}")
+
+
+def _is_current(layout: Layout, version: Optional[str]) -> bool:
+    try:
+        return version is not None and layout.current() == version
+    except StratumError:
+        return False
 
 
 def _recover_uninstall(context: Context, work: Work, step: Optional[str]) -> None:

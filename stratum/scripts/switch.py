@@ -179,6 +179,7 @@ def finish_switch(context: Context, work: Work, version: str) -> None:
 def recover_switch(context: Context, work: Work, stack: Stack, source: Optional[str], target: Optional[str]) -> None:
     """Finish a switch that was cut off: forward where the target had been proven ready, back otherwise.
 
+    Forward too where there is nothing left to go back to.
     Raises :class:`StratumError` when the way back fails; it is tried again at the next command or boot.
     """
     operation = work.journal.unfinished()
@@ -192,9 +193,17 @@ def recover_switch(context: Context, work: Work, stack: Stack, source: Optional[
     if source is None:
         work.journal.settle("done")
         return
-    record = read_record(stack.layout, source)
+    installed = stack.layout.versions()
+    goal = target if target in installed and source not in installed else source
+    assert goal is not None
+    record = read_record(stack.layout, goal)
     backend = stack_script.make_backend(work, stack, previous=record)
-    backend.rollback(source, on_step=lambda step, _: context.out.note(f"{step.name}: {step.summary}"))
+    backend.rollback(goal, on_step=lambda step, _: context.out.note(f"{step.name}: {step.summary}"))
+    if goal == target and record:
+        _wait_ready(context, work, stack, record)
+        finish_switch(context, work, goal)
+        context.out.warn(f"{operation.name} to {target} had been cut off and {source} is gone: {target} runs")
+        return
     work.journal.roll_back(operation.error or "it was cut off")
     context.out.warn(f"{operation.name} to {target} had been cut off: version {source} runs again")
 

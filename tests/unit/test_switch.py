@@ -333,6 +333,34 @@ def test_each_command_first_brings_what_was_cut_off_to_an_end(lab: Lab, old: Fau
     assert check_whole(old, ("1.0",)) == "1.0"
 
 
+def test_a_node_that_cannot_go_back_can_still_be_taken_away(lab: Lab, old: FaultyMachine) -> None:
+    old.failing[f"systemctl start {UNIT_CONTAINERD}"] = 1000
+    assert lab.run(old, *UPGRADE) == ExitCode.ROLLBACK_FAILED
+    assert lab.run(old, "uninstall") == 0
+    assert tree_of(Path(old.root)) == lab.original
+
+
+def test_a_node_that_cannot_go_back_can_be_upgraded_to_a_version_that_works(lab: Lab, old: FaultyMachine) -> None:
+    old.failing[f"systemctl start {UNIT_CONTAINERD}"] = 3
+    assert lab.run(old, *UPGRADE) == ExitCode.ROLLBACK_FAILED
+    assert lab.run(old, "upgrade", "--bundle", "newest.tar") == 0
+    assert check_whole(old, ("3.0",)) == "3.0"
+
+
+@pytest.mark.parametrize("command", [(), ("up",), ("upgrade", "--to", "2.0")], ids=["a boot", "up", "upgrade"])
+def test_when_the_old_version_is_gone_the_way_is_forward(
+    lab: Lab, old: FaultyMachine, command: tuple[str, ...]
+) -> None:
+    old.failing[f"systemctl start {UNIT_CONTAINERD}"] = 2
+    assert lab.run(old, *UPGRADE) == ExitCode.ROLLBACK_FAILED
+    place(old, BASE / "1.0").rename(place(old, "/1.0"))
+    if command:
+        assert lab.run(old, *command) == 0
+    else:
+        assert boot(lab, old)
+    assert check_whole(old, ("2.0",)) == "2.0"
+
+
 def test_status_shows_an_operation_in_progress(lab: Lab, old: FaultyMachine) -> None:
     seen = []
     old.hooks[f"systemctl start {UNIT_CONTAINERD}"] = lambda: seen.append(lab.ask(old, "status"))
