@@ -19,6 +19,11 @@ _MACHINES = pytest.StashKey[list[Machine]]()
 _TIERS = ("nspawn", "vm")
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    # Here and not beside the test that reads it: options are read before deeper conftest files are.
+    parser.addoption("--power-cuts", type=int, default=10, metavar="N", help="how often the power goes (default: 10)")
+
+
 def pytest_configure(config: pytest.Config) -> None:
     config.stash[_MACHINES] = []
 

@@ -19,3 +19,9 @@ def vm(machines: Machines, lab_disk: Disk) -> QemuMachine:
 def shared_vm(module_machines: Machines, lab_disk: Disk) -> QemuMachine:
     """A booted machine that the tests of a module share."""
     return module_machines.boot(QemuMachine(lab_disk, "shared"))
+
+
+@pytest.fixture
+def power_cuts(pytestconfig: pytest.Config) -> int:
+    """How often the power goes."""
+    return int(pytestconfig.getoption("--power-cuts"))
