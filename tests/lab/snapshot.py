@@ -143,8 +143,8 @@ IGNORED: tuple[tuple[str, str, str], ...] = (
     ("files", r"/run/stratum/lock", "it holds the process id of the last run"),
     ("files", r"/run/udev/.*", "udev remembers each interface that there was"),
     ("units", r"session-.*\.scope|user@.*|user-.*\.slice|user-runtime-dir@.*", "nobody logs in; systemd may tidy up"),
-    ("units", r"run-credentials-systemd.*\.mount", "systemd learns late of the mounts of its own credentials"),
-    ("cgroups", r"/sys/fs/cgroup/lab(/.*)?", "the lab puts each of its commands in one of its own"),
+    ("units", r".*\.mount", "systemd learns late of a mount and keeps a unit after it; mounts are a section"),
+    ("cgroups", r"/sys/fs/cgroup(/systemd|/unified)?/lab(/.*)?", "the lab puts each of its commands in one of its own"),
 )
 
 
