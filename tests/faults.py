@@ -46,17 +46,20 @@ class _Change:
 
 @dataclass
 class Loss:
-    """How much is lost when the power goes: all that was not synced, or what ``seed`` draws."""
+    """How much is lost when the power goes: all that was not synced, or what ``seed`` draws, in the given share."""
 
     seed: Optional[int] = None
+    share: float = 0.5
 
     def lost(self, changes: int) -> list[bool]:
         if self.seed is None:
             return [True] * changes
         source = random.Random(self.seed)
-        return [source.random() < 0.5 for _ in range(changes)]
+        return [source.random() < self.share for _ in range(changes)]
 
     def kept_bytes(self, synced: int, size: int) -> int:
+        if self.share == 0:
+            return size
         return synced if self.seed is None else random.Random(self.seed).randint(synced, size)
 
 

@@ -7,13 +7,16 @@ import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Optional
+from typing import Callable, Optional
 
 import pytest
 
 from stratum import atomicfile
 from stratum.errors import StratumError
-from stratum.node.units import UNIT_CONTAINERD
+from stratum.node.containerd import CONFIG_PATH
+from stratum.node.units import SYSTEMD_DIR, UNIT_CONTAINERD
+from stratum.steps import remove_tree
+from stratum.system import HostPath
 from tests.fakes import Killed, make_tree
 from tests.faults import FaultyMachine, Loss, faulty_machine
 from tests.nodes import Lab, boot, check_whole, node_lab, tree_of
@@ -22,6 +25,11 @@ from tests.nodes import Lab, boot, check_whole, node_lab, tree_of
 @pytest.fixture(scope="module")
 def lab() -> Iterator[Lab]:
     with node_lab() as lab:
+        with lab.machine("old") as machine:
+            for path in ("/opt/stratum/node/1.0/bin/ctr", "/opt/stratum/components", CONFIG_PATH):
+                remove_tree(machine, HostPath(str(path)))
+            atomicfile.write_file(machine, SYSTEMD_DIR / UNIT_CONTAINERD, b"[Service]\nExecStart=/bin/other\n")
+            lab.keep("damaged", machine)
         yield lab
 
 
@@ -33,7 +41,7 @@ class Case:
     command: tuple[str, ...]
     status: int = 0
     after: Optional[str] = None  # the version that runs when it is through; None: none
-    between: tuple[str, ...] = ()  # versions that may run after the next boot
+    between: tuple[str, ...] = ()  # versions that may run after the next boot; none: it was not whole to begin with
 
 
 CASES = {
@@ -41,6 +49,7 @@ CASES = {
     "upgrade": Case("old", ("upgrade", "--bundle", "new.tar"), 0, "2.0", ("1.0", "2.0")),
     "upgrade to a version that does not start": Case("old", ("upgrade", "--bundle", "bad.tar"), 20, "1.0", ("1.0",)),
     "rollback": Case("new", ("rollback", "1.0"), 0, "1.0", ("1.0", "2.0")),
+    "repair": Case("damaged", ("up", "--bundle", "old.tar"), 0, "1.0"),
     "prune": Case("new", ("prune", "--keep", "1"), 0, "2.0", ("2.0",)),
     "uninstall": Case("new", ("uninstall",), 0, None, ("2.0",)),
 }
@@ -96,22 +105,28 @@ def after_boot(lab: Lab, machine: FaultyMachine, case: Case) -> None:
     try:
         started = boot(lab, machine)
     except StratumError as error:
-        assert (case.command[0], error.reference) == ("uninstall", "uninstall-unfinished")
+        # A node that was damaged before need not come up.
+        assert not case.between or (case.command[0], error.reference) == ("uninstall", "uninstall-unfinished")
         return
-    if started:
+    if started and case.between:
         check_whole(machine, case.between)
-    else:
+    elif not started:
         assert case.command[0] in ("up", "uninstall")
 
 
-@pytest.mark.parametrize("form", ["the process dies", "the power goes", "the power goes, some is kept"])
+FORMS: dict[str, Callable[[int], Optional[Loss]]] = {
+    "the process dies": lambda _: None,
+    "the power goes": lambda _: Loss(),
+    "the power goes, some is kept": Loss,
+    "the power goes, all is kept": lambda number: Loss(number, 0.0),
+}
+
+
+@pytest.mark.parametrize("form", list(FORMS))
 @pytest.mark.parametrize("name", list(CASES))
 def test_a_crash_before_any_change_leaves_a_whole_node_and_the_command_finishes(lab: Lab, name: str, form: str) -> None:
     case = CASES[name]
-
-    def loss(number: int) -> Optional[Loss]:
-        return {"the process dies": None, "the power goes": Loss()}.get(form, Loss(number))
-
+    loss = FORMS[form]
     total = len(count_changes(lab, case, loss(0)))
     assert total > 10
     crashed = 0
@@ -120,7 +135,7 @@ def test_a_crash_before_any_change_leaves_a_whole_node_and_the_command_finishes(
     assert crashed >= total
 
 
-@pytest.mark.parametrize("form", ["the process dies", "the power goes", "the power goes, some is kept"])
+@pytest.mark.parametrize("form", list(FORMS))
 @pytest.mark.parametrize("point", [f"run systemctl start {UNIT_CONTAINERD}", f"run systemctl stop {UNIT_CONTAINERD}"])
 def test_a_crash_in_the_middle_of_going_back_is_gone_back_from_too(lab: Lab, point: str, form: str) -> None:
     with lab.machine("old") as machine:
@@ -133,7 +148,7 @@ def test_a_crash_in_the_middle_of_going_back_is_gone_back_from_too(lab: Lab, poi
             with pytest.raises(Killed):
                 lab.run(machine, "upgrade", "--bundle", "new.tar")
             machine.lose_power()
-            loss = {"the process dies": None, "the power goes": Loss()}.get(form, Loss(number))
+            loss = FORMS[form](number)
             machine.arm(number, loss)
             with contextlib.suppress(Killed):
                 boot(lab, machine)
