@@ -27,6 +27,7 @@ _FORMAT = 1
 _KINDS = ("file", "directory", "link", "tree")
 _REMEMBERED = 8  # contents of ours that one path may have had; older ones count as somebody else's
 _CHUNK = 1 << 20
+_SETTLED = 2.0  # seconds
 
 
 def file_digest(host: Host, path: PathLike) -> str:
@@ -91,6 +92,7 @@ class Receipt:
     def __init__(self, host: Host, entries: Iterable[Entry] = ()) -> None:
         self.host = host
         self._entries: dict[HostPath, Entry] = {entry.path: entry for entry in entries}
+        self._digests: dict[tuple[int, ...], str] = {}
 
     @classmethod
     def load(cls, host: Host) -> Receipt:
@@ -152,6 +154,21 @@ class Receipt:
         data = f'{{"format": {_FORMAT}, "entries": [\n{entries}\n]}}\n'.encode()
         atomicfile.write_file(self.host, RECEIPT_PATH, data, 0o600)
 
+    def digest(self, path: PathLike) -> str:
+        """The SHA-256 of a regular file, as ``sha256:…``; raises OSError.
+
+        A file has many names here (a component's and those in versions) and is read once in a run.
+        """
+        info = self.host.lstat(path)
+        state = (info.st_dev, info.st_ino, info.st_size, info.st_mtime_ns, info.st_ctime_ns)
+        if state in self._digests:
+            return self._digests[state]
+        digest = file_digest(self.host, path)
+        # The clock of files is coarse: a file of just now may change and look the same.
+        if self.host.now() - max(info.st_mtime, info.st_ctime) > _SETTLED:
+            self._digests[state] = digest
+        return digest
+
     def condition(self, entry: Entry) -> str:
         """Whether the path of ``entry`` is as we left it: one of :class:`Condition`; raises OSError."""
         try:
@@ -163,7 +180,7 @@ class Receipt:
         if entry.kind == "link":
             ours = stat.S_ISLNK(info.st_mode) and self.host.readlink(entry.path) in entry.contents
             return Condition.OURS if ours else Condition.CHANGED
-        ours = stat.S_ISREG(info.st_mode) and file_digest(self.host, entry.path) in entry.contents
+        ours = stat.S_ISREG(info.st_mode) and self.digest(entry.path) in entry.contents
         return Condition.OURS if ours else Condition.CHANGED
 
     def owns(self, path: PathLike) -> bool:

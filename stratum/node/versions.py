@@ -11,7 +11,7 @@ from typing import Any, Optional
 from stratum import atomicfile
 from stratum.errors import StratumError
 from stratum.node.layout import VERSION_FILE, Layout
-from stratum.receipt import Entry, Receipt, content_digest, file_digest
+from stratum.receipt import Entry, Receipt, content_digest
 from stratum.staging import STAGING, new_staging, reap_staging
 from stratum.system import Host, HostPath, unguessable
 
@@ -89,18 +89,18 @@ def usable_record(layout: Layout, version: str) -> Optional[VersionRecord]:
         return None
 
 
-def _tree_entries(host: Host, source: HostPath, target: HostPath) -> list[Entry]:
+def _tree_entries(host: Host, receipt: Receipt, source: HostPath, target: HostPath) -> list[Entry]:
     """The receipt's entries for a copy of ``source`` at ``target``, parents first."""
     entries = [Entry(target, "directory")]
     for name in host.listdir(source):
         path = source / name
         info = host.lstat(path)
         if stat.S_ISDIR(info.st_mode):
-            entries += _tree_entries(host, path, target / name)
+            entries += _tree_entries(host, receipt, path, target / name)
         elif stat.S_ISLNK(info.st_mode):
             entries.append(Entry(target / name, "link", (host.readlink(path),)))
         else:
-            entries.append(Entry(target / name, "file", (file_digest(host, path),)))
+            entries.append(Entry(target / name, "file", (receipt.digest(path),)))
     return entries
 
 
@@ -139,7 +139,7 @@ def assemble(layout: Layout, receipt: Receipt, record: VersionRecord, components
         if not host.is_dir(layout.base):
             receipt.record(Entry(layout.base, "directory"))
             host.makedirs(layout.base)
-        receipt.record(*_tree_entries(host, staging, target))
+        receipt.record(*_tree_entries(host, receipt, staging, target))
         if host.lexists(target):
             host.rename(target, STAGING / unguessable())
         host.rename(staging, target)
@@ -165,7 +165,7 @@ def relink(layout: Layout, receipt: Receipt, record: VersionRecord, components: 
                 f"{damaged[0] if damaged else component}: is not what the bundle placed there",
                 hint="give the bundle: stratum up --bundle FILE, or stratum upgrade --bundle FILE if it is not active",
             )
-        receipt.record(*_tree_entries(host, component, target))
+        receipt.record(*_tree_entries(host, receipt, component, target))
         for source, info in host.walk(component):
             there = target / source.relative_to(component)
             if stat.S_ISDIR(info.st_mode):
