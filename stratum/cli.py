@@ -43,11 +43,14 @@ class Terminated(BaseException):
     """SIGTERM or SIGHUP came; like KeyboardInterrupt it unwinds through every clean-up."""
 
 
-def _on_signal(_number: int, _frame: Optional[FrameType]) -> None:
+_ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+
+
+def _on_signal(number: int, _frame: Optional[FrameType]) -> None:
     # A second signal must not cut off the clean-up that the first one started.
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)
-    signal.signal(signal.SIGHUP, signal.SIG_IGN)
-    raise Terminated
+    for one in _ENDING:
+        signal.signal(one, signal.SIG_IGN)
+    raise KeyboardInterrupt if number == signal.SIGINT else Terminated
 
 
 def _epilog() -> str:
@@ -135,8 +138,8 @@ def main(argv: Optional[Sequence[str]] = None) -> int:
     parser = build_parser(only if only in COMMANDS else "")
     arguments = parser.parse_args(words)
     out = Output(as_json=getattr(arguments, "output", "text") == "json", quiet=arguments.quiet, debug=arguments.debug)
-    for number in (signal.SIGTERM, signal.SIGHUP):
-        if signal.getsignal(number) != signal.SIG_IGN:  # nohup(1) wants it so
+    for number in _ENDING:
+        if signal.getsignal(number) != signal.SIG_IGN:  # nohup(1) and shells (in the background) want it so
             signal.signal(number, _on_signal)
     status = _run(arguments, out)
     for file in out.lost:

@@ -167,7 +167,8 @@ class _Signals:
 
     def __exit__(self, *_: object) -> None:
         for number, before in self._before.items():
-            signal.signal(number, before)
+            if signal.getsignal(number) == self._first:  # else the one that came made them all unheard
+                signal.signal(number, before)
 
 
 def finish_switch(context: Context, work: Work, version: str) -> None:
