@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import Callable
 
 from stratum import lock, systemd
+from stratum.compiled import ROOT_PLACES
 from stratum.errors import ExitCode, StratumError
 from stratum.host import forwarding, masquerade, mounts, network, persistence
 from stratum.journal import JOURNAL_PATH
@@ -183,16 +184,19 @@ def uninstall(context: Context, work: Work, *, keep_data: bool, dry_run: bool) -
 
 
 def clear_remains(context: Context) -> None:
-    """Directories of our names without a record: a first run was killed before it wrote one, or a last one after."""
-    work = load_work(context)
-    if not len(work.receipt):
-        # The power may have taken the journal's removal back and not the receipt's.
-        for action in (
-            RemoveFile(JOURNAL_PATH),
-            RemoveDirectory(STATE_DIRECTORY),
-            RemoveTree(lock.LOCK_PATH.parent, spare=lock.LOCK_PATH.name),
-        ):
-            action.perform(work)
+    """What has our names and no record: a first run was killed before it wrote one, or a last one after."""
+    host, work = context.host, load_work(context)
+    if len(work.receipt):
+        return
+    for place in ROOT_PLACES:
+        path = HostPath(place.path)
+        if host.is_dir(path):
+            RemoveTree(path).perform(work)
+            with contextlib.suppress(OSError):
+                host.rmdir(path.parent)
+    with contextlib.suppress(OSError):
+        host.rmdir(STATE_DIRECTORY)
+    RemoveTree(lock.LOCK_PATH.parent, spare=lock.LOCK_PATH.name).perform(work)
 
 
 def run(context: Context, arguments: argparse.Namespace) -> int:
