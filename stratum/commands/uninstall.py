@@ -185,18 +185,23 @@ def uninstall(context: Context, work: Work, *, keep_data: bool, dry_run: bool) -
 
 def clear_remains(context: Context) -> None:
     """What has our names and no record: a first run was killed before it wrote one, or a last one after."""
-    host, work = context.host, load_work(context)
+    work = load_work(context)
     if len(work.receipt):
         return
+    actions: list[Action] = []
     for place in ROOT_PLACES:
+        # Compiled parts are unpacked before there can be a record.
         path = HostPath(place.path)
-        if host.is_dir(path):
-            RemoveTree(path).perform(work)
-            with contextlib.suppress(OSError):
-                host.rmdir(path.parent)
-    with contextlib.suppress(OSError):
-        host.rmdir(STATE_DIRECTORY)
-    RemoveTree(lock.LOCK_PATH.parent, spare=lock.LOCK_PATH.name).perform(work)
+        if context.host.is_dir(path):
+            actions += [RemoveTree(path), RemoveDirectory(path.parent)]
+    actions += [
+        # The power may have taken the journal's removal back and not the receipt's.
+        RemoveFile(JOURNAL_PATH),
+        RemoveDirectory(STATE_DIRECTORY),
+        RemoveTree(lock.LOCK_PATH.parent, spare=lock.LOCK_PATH.name),
+    ]
+    for action in actions:
+        action.perform(work)
 
 
 def run(context: Context, arguments: argparse.Namespace) -> int:
