@@ -147,6 +147,11 @@ class FaultyMachine(MachineHost):
             self._plain.add(head)
         return real
 
+    def _forget_plain(self, path: PathLike) -> None:
+        if self._plain:
+            below = f"{path}/"
+            self._plain = {known for known in self._plain if not f"{known}/".startswith(below)}
+
     # -- the record of what is not on the disk ------------------------------------------------------
 
     def _directory(self, path: PathLike) -> int:
@@ -232,8 +237,8 @@ class FaultyMachine(MachineHost):
 
     def rename(self, source: PathLike, target: PathLike) -> None:
         self.mutation(f"rename {source} {target}")
-        if self.is_link(source) or self.is_dir(source):
-            self._plain.clear()
+        self._forget_plain(source)
+        self._forget_plain(target)
         if self.loss is None:
             Host.rename(self, source, target)
             return
@@ -263,7 +268,7 @@ class FaultyMachine(MachineHost):
         self._make_link(target, path)
 
     def _make_link(self, target: str, path: PathLike) -> None:
-        self._plain.clear()
+        self._forget_plain(path)
         Host.symlink(self, target, path)
         if self.loss is not None:
             place = self._place(path)
