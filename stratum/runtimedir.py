@@ -36,7 +36,7 @@ __all__ = [
 ]
 
 LIST_NAME = "list"
-STALE_SECONDS = 60.0
+STALE_SECONDS = 1.0
 
 _DIRECTORY = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 # A directory above may be one that we can pass through but not list, such as /home with mode 0711.

@@ -169,6 +169,9 @@ def run(context: Context, arguments: argparse.Namespace) -> int:
             if dry_run:
                 raise
             _fail(context, work, stack, error, undo=fresh)
+        if not dry_run:
+            # What an older pyz unpacked, and what a run that was killed had begun to.
+            boot.prune_runtime()
     if context.host.live:
         work.journal.close()  # the lock is given back: from here on the journal is another run's to write
         steps = stack_script.supervisor_steps(context)
