@@ -62,6 +62,11 @@ class Action(abc.ABC):
     def subject(self) -> str:
         """What the change is made to."""
 
+    @property
+    def entries(self) -> tuple[Entry, ...]:
+        """What the receipt will say of it; recorded before the change is made, or long before where time matters."""
+        return ()
+
     @abc.abstractmethod
     def perform(self, work: Work) -> None:
         """Make the change; may be repeated."""
@@ -87,9 +92,13 @@ class MakeDirectory(Action):
     def subject(self) -> str:
         return str(self.path)
 
+    @property
+    def entries(self) -> tuple[Entry, ...]:
+        return (Entry(self.path, "directory"),)
+
     def perform(self, work: Work) -> None:
         """Record it, then make it."""
-        work.receipt.record(Entry(self.path, "directory"))
+        work.receipt.record(*self.entries)
         if not work.host.is_dir(self.path):
             work.host.mkdir(self.path, self.mode)
             work.host.fsync_dir(self.path.parent)
@@ -108,9 +117,13 @@ class WriteFile(Action):
     def subject(self) -> str:
         return str(self.path)
 
+    @property
+    def entries(self) -> tuple[Entry, ...]:
+        return (Entry(self.path, "file", (content_digest(self.content),)),)
+
     def perform(self, work: Work) -> None:
         """Record its digest, then replace it at once."""
-        work.receipt.record(Entry(self.path, "file", (content_digest(self.content),)))
+        work.receipt.record(*self.entries)
         atomicfile.write_file(work.host, self.path, self.content, self.mode)
 
 
@@ -126,9 +139,13 @@ class PlaceLink(Action):
     def subject(self) -> str:
         return f"{self.path} -> {self.target}"
 
+    @property
+    def entries(self) -> tuple[Entry, ...]:
+        return (Entry(self.path, "link", (self.target,)),)
+
     def perform(self, work: Work) -> None:
         """Record its target, then rename a new link over it."""
-        work.receipt.record(Entry(self.path, "link", (self.target,)))
+        work.receipt.record(*self.entries)
         atomicfile.replace_link(work.host, self.path, self.target)
 
 

@@ -11,6 +11,7 @@ from stratum.system import Host
 __all__ = [
     "UnitState",
     "failed_start",
+    "forget_failures",
     "is_enabled",
     "journal_tail",
     "quote_argument",
@@ -134,10 +135,18 @@ def failed_start(host: Host, unit: str, error: StratumError) -> StratumError:
     )
 
 
-def start_unit(host: Host, unit: str) -> None:
-    """Start a unit and wait until systemd calls it started; raises :class:`StratumError` with its journal."""
-    # A unit that hit its start limit refuses to start until that is forgotten.
-    host.run(["systemctl", "reset-failed", unit], timeout=_CALL_TIMEOUT, check=False)
+def forget_failures(host: Host, units: Sequence[str]) -> None:
+    """Let units that hit their start limit start again; raises CommandError only when systemctl cannot run."""
+    host.run(["systemctl", "reset-failed", *units], timeout=_CALL_TIMEOUT, check=False)
+
+
+def start_unit(host: Host, unit: str, *, forget: bool = True) -> None:
+    """Start a unit and wait until systemd calls it started; raises :class:`StratumError` with its journal.
+
+    Without ``forget`` the caller has called :func:`forget_failures` already.
+    """
+    if forget:
+        forget_failures(host, [unit])
     try:
         host.run(["systemctl", "start", unit], timeout=_START_TIMEOUT)
     except CommandError as error:
@@ -146,7 +155,7 @@ def start_unit(host: Host, unit: str) -> None:
 
 def restart_unit(host: Host, unit: str) -> None:
     """Restart a unit and wait until systemd calls it started; raises :class:`StratumError` with its journal."""
-    host.run(["systemctl", "reset-failed", unit], timeout=_CALL_TIMEOUT, check=False)
+    forget_failures(host, [unit])
     try:
         host.run(["systemctl", "restart", unit], timeout=_STOP_TIMEOUT + _START_TIMEOUT)
     except CommandError as error:

@@ -167,16 +167,16 @@ class Backend:
 
         return [Step("start", "start the units and wait until they answer", plan)]
 
-    def _start_actions(self, units: Sequence[str]) -> list[Action]:
+    def _start_actions(self, units: Sequence[str], *, forget: bool = True) -> list[Action]:
         if not units:
             return []
         before: list[Action] = []
         if self.hooks.before_start:
             before = [Call("prepare", "the start", self.hooks.before_start)]
-        return before + [Call("start", unit, functools.partial(self._start, unit)) for unit in units]
+        return before + [Call("start", unit, functools.partial(self._start, unit, forget)) for unit in units]
 
-    def _start(self, unit: str) -> None:
-        systemd.start_unit(self.host, unit)
+    def _start(self, unit: str, forget: bool) -> None:
+        systemd.start_unit(self.host, unit, forget=forget)
         gate = self.hooks.after_start.get(unit)
         if gate:
             gate()
@@ -212,6 +212,11 @@ class Backend:
     def stop(self) -> None:
         """Stop every unit in reverse order; each is tried. Raises :class:`StratumError` with all that failed."""
         join_errors(self._stop_errors(tuple(reversed(self.units))), "stop")
+
+    def _stop_for_switch(self) -> None:
+        """Do what need not wait until nothing runs, then stop. Raises :class:`StratumError`."""
+        systemd.forget_failures(self.host, self.units)
+        self._stop_either()
 
     def _stop_either(self) -> None:
         """Stop what runs of the version that a switch leaves, whichever units that has; raises as ``stop``."""
@@ -260,7 +265,7 @@ class Backend:
         units = " ".join(reversed(self.units))
         before = [Call("configure", f"the node for {version}", hook)] if hook else []
         return [
-            Step("stop", "stop the units", lambda: [Call("stop", units, self._stop_either)]),
+            Step("stop", "stop the units", lambda: [Call("stop", units, self._stop_for_switch)]),
             Step("end-pods", "end the containers", lambda: [Call("end", "the containers", self.end_pods)]),
             Step(
                 "activate",
@@ -271,7 +276,7 @@ class Backend:
             ),
             Step("units", "write the units that differ", lambda: self.plan_units(self.spec)),
             Step("configure", "write what the new version needs", lambda: before),
-            Step("start", "start the units", lambda: self._start_actions(self.units)),
+            Step("start", "start the units", lambda: self._start_actions(self.units, forget=False)),
             Step(
                 "ready", "wait until the node is ready", lambda: [Call("wait", "until the node is ready", wait_ready)]
             ),

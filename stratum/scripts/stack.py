@@ -17,9 +17,9 @@ from stratum.node.versions import VersionRecord
 from stratum.receipt import STATE_DIRECTORY
 from stratum.scripts import node
 from stratum.scripts.context import Context
-from stratum.steps import Action, Call, Command, Step, Work
+from stratum.steps import Action, Call, Command, PlaceLink, Step, Work
 
-__all__ = ["make_backend", "plan_start", "plan_stop", "restart_steps", "start_steps", "stop_steps"]
+__all__ = ["make_backend", "plan_start", "plan_stop", "record_ahead", "restart_steps", "start_steps", "stop_steps"]
 
 
 def make_backend(
@@ -44,13 +44,26 @@ def _gate(stack: Stack, unit: str) -> None:
     stack.note_started()
 
 
-def _configure(work: Work, stack: Stack, record: VersionRecord) -> None:
-    """Configuration and plugin links as ``record`` needs them, after the old version has stopped."""
-    join_errors(stack.release(), "release")
+def _plan_version_needs(work: Work, stack: Stack, record: VersionRecord) -> list[Action]:
+    """Configuration and plugin links as ``record`` needs them."""
     plugins = stack.layout.version_dir(record.version) / "cni/bin"
     names = tuple(work.host.listdir(plugins)) if work.host.is_dir(plugins) else ()
-    for action in [*node.plan_configuration(work, record), *node.plan_network(work, stack.layout, names)]:
+    return [*node.plan_configuration(work, record), *node.plan_network(work, stack.layout, names)]
+
+
+def _configure(work: Work, stack: Stack, record: VersionRecord) -> None:
+    join_errors(stack.release(), "release")
+    for action in _plan_version_needs(work, stack, record):
         action.perform(work)
+
+
+def record_ahead(work: Work, stack: Stack, record: VersionRecord) -> None:
+    """Record what a switch to ``record`` will make, while the old version still runs: the receipt takes time to sync.
+
+    What is in the way of it is met here too, before anything stops. Raises OSError and :class:`StratumError`.
+    """
+    actions = [PlaceLink(stack.layout.current_link, record.version), *_plan_version_needs(work, stack, record)]
+    work.receipt.record(*(entry for action in actions for entry in action.entries))
 
 
 def plan_start(work: Work, stack: Stack) -> list[Action]:

@@ -109,6 +109,7 @@ def switch_version(context: Context, work: Work, stack: Stack, record: VersionRe
 
         try:
             work.journal.begin(name, source=current, target=record.version)
+            stack_script.record_ahead(work, stack, record)
             backend.upgrade(record.version, ready, on_step=note, on_failure=failed)
         except BaseException as error:
             # A signal can come between a failure and the way back: then the next run finds the switch unfinished.

@@ -60,6 +60,7 @@ print(json.dumps({
     "history": json.loads(read("/var/lib/stratum/history.json") or "[]"),
     "staging": os.path.lexists("/opt/stratum/.staging"),
     "temporary": [path for path in own if path.endswith(".tmp")],
+    "dangling": [path for path in own if os.path.islink(path) and not os.path.exists(path)],
     "unrecorded": sorted(path for path in own if path not in known),
     "gone": sorted(path for path in known - trees if not os.path.lexists(path)),
     "versions": sorted(name for name in os.listdir("/opt/stratum/node") if name != "current"),
@@ -85,6 +86,7 @@ class Facts:
     history: list[dict[str, Any]]
     staging: bool
     temporary: list[str]
+    dangling: list[str]
     unrecorded: list[str]
     gone: list[str]
     versions: list[str]
@@ -117,6 +119,7 @@ def check_whole(machine: Machine, releases: dict[str, str]) -> Facts:
     assert facts.history[-1]["version"] == facts.current, facts
     assert not facts.staging, facts
     assert facts.temporary == [], facts
+    assert facts.dangling == [], facts
     assert [path for path in facts.unrecorded if not path.startswith(_OTHERS)] == [], facts
     assert facts.gone == [], facts
     return facts
