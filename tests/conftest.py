@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import signal
 from collections.abc import Generator, Iterator
 from pathlib import Path
 from typing import Any, Optional, TypeVar
@@ -25,6 +26,9 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
+    if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
+        # A shell starts its background jobs so, and every program that a test interrupts would inherit it.
+        signal.signal(signal.SIGINT, signal.default_int_handler)
     config.stash[_MACHINES] = []
 
 
