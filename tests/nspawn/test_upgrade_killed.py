@@ -200,6 +200,7 @@ def check_status(host: Upgrading) -> None:
     assert (status["ready"], status["drift"], status["unfinished"]) == (True, [], None), status
 
 
+@pytest.mark.timeout(3600)  # seconds; fifty upgrades, and a loaded machine is several times slower
 def test_a_killed_upgrade_leaves_the_old_version_or_the_new_one_whole(
     host: Upgrading, lengths: dict[str, Length], chance: random.Random
 ) -> None:

@@ -70,6 +70,7 @@ def upgrade_arguments(version: str, number: int) -> list[str]:
     return ["upgrade", "--allow-downgrade", "--to", version]
 
 
+@pytest.mark.timeout(4000)  # seconds; a loaded machine is several times slower
 def test_a_power_cut_at_any_moment_of_an_upgrade_leaves_a_node_that_comes_up_by_itself(
     host: QemuMachine, power_cuts: int
 ) -> None:

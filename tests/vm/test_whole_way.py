@@ -61,6 +61,7 @@ def running(host: QemuMachine) -> set[str]:
     return {line.split()[0] for line in ctr(host, "tasks", "list").splitlines()[1:] if "RUNNING" in line}
 
 
+@pytest.mark.timeout(2400)  # seconds; a loaded machine is several times slower
 def test_a_bare_host_becomes_a_container_host_survives_a_reboot_and_is_left_without_a_trace(
     host: QemuMachine, demo_image: Image
 ) -> None:
