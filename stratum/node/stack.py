@@ -6,6 +6,7 @@ one does not leave the others running; the errors are joined.
 
 from __future__ import annotations
 
+import errno
 import json
 from dataclasses import dataclass
 
@@ -25,6 +26,7 @@ GATE_TIMEOUT = 120.0  # seconds that containerd has to answer its first call
 STEADY_TIME = 3.0  # seconds that a new version must go on for after its first answer
 _STEADY_POLL = 0.5
 _GRACE = 10.0  # seconds that containers have to end by themselves
+_DYING = 3.0  # seconds that a killed process may keep its cgroup busy
 # containerd puts containers without a systemd slice below a group named after their namespace.
 CONTAINER_CGROUPS = tuple(HostPath("/sys/fs/cgroup") / name for name in (containerd.NAMESPACE, "k8s.io"))
 
@@ -133,7 +135,21 @@ def remove_empty_cgroups(host: Host, path: HostPath) -> None:
     for name in host.listdir(path):
         if host.is_dir(path / name) and not host.is_link(path / name):
             remove_empty_cgroups(host, path / name)
+    deadline = host.monotonic() + _DYING
+    while True:
+        try:
+            host.rmdir(path)
+            return
+        except OSError as error:
+            # A process lives there: it is not ours to end here. One that was killed just now keeps its cgroup busy
+            # until the kernel is done with it, and is not listed any more.
+            if error.errno != errno.EBUSY or _has_processes(host, path) or host.monotonic() >= deadline:
+                return
+        host.sleep(0.05)
+
+
+def _has_processes(host: Host, path: HostPath) -> bool:
     try:
-        host.rmdir(path)
+        return bool(host.read_bytes(path / "cgroup.procs").strip())
     except OSError:
-        pass  # a process lives there: it is not ours to end here
+        return False
