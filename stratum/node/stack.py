@@ -141,15 +141,8 @@ def remove_empty_cgroups(host: Host, path: HostPath) -> None:
             host.rmdir(path)
             return
         except OSError as error:
-            # A process lives there: it is not ours to end here. One that was killed just now keeps its cgroup busy
-            # until the kernel is done with it, and is not listed any more.
-            if error.errno != errno.EBUSY or _has_processes(host, path) or host.monotonic() >= deadline:
+            # A process lives there: it is not ours to end here. But one that was killed just now keeps its cgroup
+            # busy, and is even listed, until the kernel is done with it.
+            if error.errno != errno.EBUSY or host.monotonic() >= deadline:
                 return
         host.sleep(0.05)
-
-
-def _has_processes(host: Host, path: HostPath) -> bool:
-    try:
-        return bool(host.read_bytes(path / "cgroup.procs").strip())
-    except OSError:
-        return False
