@@ -453,7 +453,7 @@ class FaultyMachine(MachineHost):
             return self._start(names[0])
         if argv[0] == "stop":
             self.running.pop(names[0], None)
-            if self._unit(names[0]).loaded is None:
+            if self._unit(names[0]).loaded is None and self._unit(names[0]).active == "inactive":
                 return 5, ""
         if argv[0] in ("enable", "disable") and self.loss is not None:
             return self._enablement(argv[0], names[0])
