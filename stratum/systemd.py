@@ -20,6 +20,7 @@ __all__ = [
     "restart_unit",
     "start_unit",
     "stop_unit",
+    "stop_units",
 ]
 
 _CALL_TIMEOUT = 30.0
@@ -165,3 +166,14 @@ def restart_unit(host: Host, unit: str) -> None:
 def stop_unit(host: Host, unit: str) -> None:
     """Stop a unit and wait for it; raises CommandError."""
     host.run(["systemctl", "stop", unit], timeout=_STOP_TIMEOUT)
+
+
+def stop_units(host: Host, units: Sequence[str]) -> list[StratumError]:
+    """Stop each of ``units``, in the order given; every one is tried, and what failed is returned."""
+    errors: list[StratumError] = []
+    for unit in units:
+        try:
+            stop_unit(host, unit)
+        except CommandError as error:
+            errors.append(error)
+    return errors

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import functools
 from dataclasses import dataclass
 from typing import Callable
 
@@ -93,18 +92,6 @@ def plan_disarm(context: Context) -> list[Action]:
     ]
 
 
-def plan_unmount(context: Context, work: Work) -> list[Action]:
-    """Take away the mounts below our trees; one that is in use stops the uninstall.
-
-    A mount just where we keep something is a disk that the admin gave us, and stays.
-    """
-    return [
-        Call("unmount", str(mount.path), functools.partial(mounts.unmount, context.host, mount.path))
-        for mount in mounts.mounts_below(context.host, ROOTS)
-        if work.receipt.get(mount.path) is None
-    ]
-
-
 def plan_network(context: Context) -> list[Action]:
     """Remove our bridge and our firewall table; the containers' own interfaces went with the containers."""
     actions = forwarding.plan_restore(context.host) + masquerade.plan_removal(context.host)
@@ -131,7 +118,7 @@ def teardown_steps(context: Context, work: Work, stack: Stack) -> list[Step]:
         Step("disarm", "keep the supervisor from coming back", lambda: plan_disarm(context)),
         *stack_script.stop_steps(stack, tuple(reversed(UNITS)), containers=True),
         Step("traces", "remove what dead containers left in /run", lambda: plan_traces(context.host)),
-        Step("unmount", "take away mounts below Stratum's directories", lambda: plan_unmount(context, work)),
+        Step("unmount", "take away mounts below Stratum's directories", lambda: mounts.plan_unmount(work, ROOTS)),
         Step("network", "remove the container bridge", lambda: plan_network(context)),
         Step("stop-supervisor", "stop the supervisor", lambda: plan_stop_supervisor(context)),
     ]

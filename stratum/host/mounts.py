@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from stratum.errors import CommandError, StratumError
+from stratum.steps import Action, Call, Work
 from stratum.system import Host, HostPath
 
-__all__ = ["Mount", "mounts_below", "read_mounts", "unmount"]
+__all__ = ["Mount", "mounts_below", "plan_unmount", "read_mounts", "unmount"]
 
 _TIMEOUT = 30.0
 
@@ -93,3 +95,15 @@ def unmount(host: Host, path: HostPath) -> None:
             f"{path}: cannot be unmounted: {error.stderr.strip() or error.message}",
             hint=f"find who uses it (fuser --mount {path}), end that, then run the command again",
         ) from None
+
+
+def plan_unmount(work: Work, roots: Sequence[HostPath]) -> list[Action]:
+    """Take away the mounts below ``roots``; one that is in use raises :class:`StratumError` when its turn comes.
+
+    A mount just where we keep something is a disk that the admin gave us, and stays.
+    """
+    return [
+        Call("unmount", str(mount.path), functools.partial(unmount, work.host, mount.path))
+        for mount in mounts_below(work.host, roots)
+        if work.receipt.get(mount.path) is None
+    ]

@@ -167,13 +167,15 @@ class Backend:
 
         return [Step("start", "start the units and wait until they answer", plan)]
 
+    def _before_start(self) -> list[Action]:
+        return [Call("prepare", "the start", self.hooks.before_start)] if self.hooks.before_start else []
+
     def _start_actions(self, units: Sequence[str], *, forget: bool = True) -> list[Action]:
         if not units:
             return []
-        before: list[Action] = []
-        if self.hooks.before_start:
-            before = [Call("prepare", "the start", self.hooks.before_start)]
-        return before + [Call("start", unit, functools.partial(self._start, unit, forget)) for unit in units]
+        return self._before_start() + [
+            Call("start", unit, functools.partial(self._start, unit, forget)) for unit in units
+        ]
 
     def _start(self, unit: str, forget: bool) -> None:
         systemd.start_unit(self.host, unit, forget=forget)
@@ -190,10 +192,9 @@ class Backend:
         """Restart the stack in start order. The host and the containers go on."""
 
         def plan() -> list[Action]:
-            before: list[Action] = []
-            if self.hooks.before_start:
-                before = [Call("prepare", "the start", self.hooks.before_start)]
-            return before + [Call("restart", unit, functools.partial(self._restart, unit)) for unit in self.units]
+            return self._before_start() + [
+                Call("restart", unit, functools.partial(self._restart, unit)) for unit in self.units
+            ]
 
         return [Step("restart", "restart the units", plan)]
 
@@ -211,7 +212,7 @@ class Backend:
 
     def stop(self) -> None:
         """Stop every unit in reverse order; each is tried. Raises :class:`StratumError` with all that failed."""
-        join_errors(self._stop_errors(tuple(reversed(self.units))), "stop")
+        join_errors(systemd.stop_units(self.host, tuple(reversed(self.units))), "stop")
 
     def _stop_for_switch(self) -> None:
         """Do what need not wait until nothing runs, then stop. Raises :class:`StratumError`."""
@@ -220,16 +221,7 @@ class Backend:
 
     def _stop_either(self) -> None:
         """Stop what runs of the version that a switch leaves, whichever units that has; raises as ``stop``."""
-        join_errors(self._stop_errors(self._installed(stack_units(self._every_spec))), "stop")
-
-    def _stop_errors(self, units: Sequence[str]) -> list[StratumError]:
-        errors: list[StratumError] = []
-        for unit in units:
-            try:
-                systemd.stop_unit(self.host, unit)
-            except CommandError as error:
-                errors.append(error)
-        return errors
+        join_errors(systemd.stop_units(self.host, self._installed(stack_units(self._every_spec))), "stop")
 
     def status(self) -> bool:
         """Whether every unit is active; raises CommandError."""
@@ -386,7 +378,7 @@ class Backend:
         Units that were never installed are skipped. Every step is tried; the errors are joined.
         """
         installed = self._installed((UNIT_KUBELET_LAUNCH_CHECK, *stack_units(self._every_spec)))
-        errors = self._stop_errors(installed)
+        errors = systemd.stop_units(self.host, installed)
         for unit in installed:
             try:
                 self.host.run(["systemctl", "disable", "--quiet", unit], timeout=60.0)

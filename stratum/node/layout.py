@@ -69,6 +69,11 @@ class Layout:
         """The directory of one version."""
         return self.base / version
 
+    def plugins(self, version: str) -> tuple[str, ...]:
+        """The names of the CNI plugins of an installed version; none when it has no directory of them."""
+        directory = self.version_dir(version) / "cni/bin"
+        return tuple(self.host.listdir(directory)) if self.host.is_dir(directory) else ()
+
     def ensure(self, version: str) -> HostPath:
         """Make the version directory and its bin directory, all 0755, and return it. Raises OSError."""
         make_traversable(self.host, self.base)

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import Optional
 
 from stratum import systemd
-from stratum.errors import CommandError, StratumError, join_errors
+from stratum.errors import join_errors
 from stratum.host import forwarding, masquerade, mounts, persistence
 from stratum.node import cni, pods
 from stratum.node.backend import Backend, Hooks
@@ -46,8 +46,7 @@ def _gate(stack: Stack, unit: str) -> None:
 
 def _plan_version_needs(work: Work, stack: Stack, record: VersionRecord) -> list[Action]:
     """Configuration and plugin links as ``record`` needs them."""
-    plugins = stack.layout.version_dir(record.version) / "cni/bin"
-    names = tuple(work.host.listdir(plugins)) if work.host.is_dir(plugins) else ()
+    names = stack.layout.plugins(record.version)
     return [*node.plan_configuration(work, record), *node.plan_network(work, stack.layout, names)]
 
 
@@ -69,8 +68,7 @@ def record_ahead(work: Work, stack: Stack, record: VersionRecord) -> None:
 def plan_start(work: Work, stack: Stack) -> list[Action]:
     """Start each unit that is not active; restart them when they run with other files than those in place now."""
     backend = make_backend(work, stack)
-    states = systemd.read_units(stack.host, backend.units)
-    if all(states[unit].active == "active" for unit in backend.units):
+    if backend.status():
         fresh = stack.started_with() == stack.inputs()
         return [] if fresh else list(backend.restart_steps()[0].plan())
     return list(backend.start_steps()[0].plan())
@@ -81,17 +79,6 @@ def start_steps(work: Work, stack: Stack) -> list[Step]:
     return [Step("start", "start the units and wait until they answer", lambda: plan_start(work, stack))]
 
 
-def stop_unit_errors(stack: Stack, units: Sequence[str]) -> list[StratumError]:
-    """Stop each of ``units`` that systemd knows; all are tried and what failed is returned."""
-    errors: list[StratumError] = []
-    for unit in units:
-        try:
-            systemd.stop_unit(stack.host, unit)
-        except CommandError as error:
-            errors.append(error)
-    return errors
-
-
 def plan_stop(stack: Stack, units: Sequence[str]) -> list[Action]:
     """Stop ``units`` in the order given, as far as they run."""
     states = systemd.read_units(stack.host, units)
@@ -99,23 +86,19 @@ def plan_stop(stack: Stack, units: Sequence[str]) -> list[Action]:
     running = [name for name in units if states[name].active not in ("inactive", "failed")]
     if not running:
         return []
-    return [Call("stop", ", ".join(running), lambda: join_errors(stop_unit_errors(stack, running), "stop"))]
+    return [Call("stop", ", ".join(running), lambda: join_errors(systemd.stop_units(stack.host, running), "stop"))]
 
 
 def take_down_steps(work: Work, stack: Stack) -> list[Step]:
     """What undoes the start of a node that has run no container yet: units, mounts of an import, kernel settings."""
     host = stack.host
-
-    def plan_unmount() -> list[Action]:
-        return [
-            Call("unmount", str(mount.path), functools.partial(mounts.unmount, host, mount.path))
-            for mount in mounts.mounts_below(host, (STATE_DIRECTORY,))
-            if work.receipt.get(mount.path) is None
-        ]
-
     return [
         Step("stop", "stop the units", lambda: plan_stop(stack, tuple(reversed(UNITS)))),
-        Step("unmount", "take away what an import had mounted", plan_unmount),
+        Step(
+            "unmount",
+            "take away what an import had mounted",
+            lambda: mounts.plan_unmount(work, (STATE_DIRECTORY,)),
+        ),
         Step(
             "network",
             "give back the kernel's settings",

@@ -51,9 +51,7 @@ def target_of_version(layout: Layout, version: str) -> Target:
             f"{layout.version_dir(version)}: has no bundle.json",
             hint="run again with --bundle FILE",
         )
-    plugins = layout.version_dir(version) / "cni/bin"
-    names = layout.host.listdir(plugins) if layout.host.is_dir(plugins) else []
-    return Target(record, tuple(names), None)
+    return Target(record, layout.plugins(version), None)
 
 
 def check_preflight(context: Context, arguments: argparse.Namespace, target: Target) -> None:
