@@ -55,7 +55,8 @@ def run(context: Context, arguments: argparse.Namespace) -> int:
         current = layout.current()
         if current is None:
             raise NotInstalledError("not-installed", f"{layout.current_link}: no version is active")
-        record = target_of_version(layout, choose_version(layout, arguments.version)).record
+        target = target_of_version(layout, choose_version(layout, arguments.version))
+        record = target.record
         outcome = Outcome()
         if record.version != current:
             check_units(context)
@@ -63,7 +64,7 @@ def run(context: Context, arguments: argparse.Namespace) -> int:
             repair = Step("version", "link the version's files", lambda: node_script.plan_version(work, layout, record))
             outcome = perform(context, work, "prepare", [repair, check], dry_run=dry_run, target=record.version)
             if dry_run:
-                steps = switch.switch_plan(context, work, stack, record)
+                steps = switch.switch_plan(context, work, stack, record, target.plugins)
                 outcome.performed += run_steps(work, steps, dry_run=True, on_step=announce(context, True)).performed
             else:
                 outcome.performed += switch.switch_version(context, work, stack, record, name="rollback")

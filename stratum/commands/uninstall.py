@@ -116,7 +116,7 @@ def teardown_steps(context: Context, work: Work, stack: Stack) -> list[Step]:
     """Everything before the deletion; a failure in here puts the node back."""
     return [
         Step("disarm", "keep the supervisor from coming back", lambda: plan_disarm(context)),
-        *stack_script.stop_steps(stack, tuple(reversed(UNITS)), containers=True),
+        *stack_script.stop_steps(stack, tuple(reversed(UNITS)), containers=True, warn=context.out.warn),
         Step("traces", "remove what dead containers left in /run", lambda: plan_traces(context.host)),
         Step("unmount", "take away mounts below Stratum's directories", lambda: mounts.plan_unmount(work, ROOTS)),
         Step("network", "remove the container bridge", lambda: plan_network(context)),

@@ -93,7 +93,7 @@ def build_steps(context: Context, work: Work, stack: Stack, target: Target) -> l
         Step("activate", "make the version current", lambda: node_script.plan_activate(work, layout, record)),
     ]
     if live:
-        steps += stack_script.network_steps(stack, bridged="bridge" in target.plugins)
+        steps += stack_script.network_steps(context, stack, bridged="bridge" in target.plugins)
         steps += stack_script.start_steps(work, stack)
         steps += image_script.import_steps(context, stack, record)
         steps.append(Step("history", "note what is active", lambda: node_script.plan_history(work, record)))

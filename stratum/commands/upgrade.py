@@ -73,7 +73,7 @@ def upgrade(context: Context, arguments: argparse.Namespace, work: Work, stack: 
     if arguments.prepare_only:
         return outcome
     if dry_run:
-        steps = switch.switch_plan(context, work, stack, record)
+        steps = switch.switch_plan(context, work, stack, record, target.plugins)
         outcome.performed += run_steps(work, steps, dry_run=True, on_step=announce(context, True)).performed
     else:
         outcome.performed += switch.switch_version(context, work, stack, record, name="upgrade")

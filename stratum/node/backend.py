@@ -46,6 +46,8 @@ class Hooks:
     after_restart: Mapping[str, Hook] = field(default_factory=dict)
     # In an upgrade, when the old version has stopped and the link is turned, before the new one starts.
     before_upgrade_start: Optional[Hook] = None
+    # The same as actions, planned at that moment: what a dry run can list one by one.
+    plan_upgrade_start: Optional[Callable[[], Sequence[Action]]] = None
     # When an upgrade goes back, before the previous version starts; a failure is reported and stops nothing.
     before_rollback_start: Optional[Hook] = None
 
@@ -253,9 +255,13 @@ class Backend:
 
     def switch_steps(self, version: str, wait_ready: Hook) -> list[Step]:
         """From the running version to ``version``, which is prepared: the contract's Upgrade."""
-        hook = self.hooks.before_upgrade_start
         units = " ".join(reversed(self.units))
-        before = [Call("configure", f"the node for {version}", hook)] if hook else []
+
+        def configure() -> list[Action]:
+            hook, plan = self.hooks.before_upgrade_start, self.hooks.plan_upgrade_start
+            before: list[Action] = [Call("configure", f"the node for {version}", hook)] if hook else []
+            return [*before, *(plan() if plan else ())]
+
         return [
             Step("stop", "stop the units", lambda: [Call("stop", units, self._stop_for_switch)]),
             Step("end-pods", "end the containers", lambda: [Call("end", "the containers", self.end_pods)]),
@@ -267,7 +273,7 @@ class Backend:
                 ],
             ),
             Step("units", "write the units that differ", lambda: self.plan_units(self.spec)),
-            Step("configure", "write what the new version needs", lambda: before),
+            Step("configure", "write what the new version needs", configure),
             Step("start", "start the units", lambda: self._start_actions(self.units, forget=False)),
             Step(
                 "ready", "wait until the node is ready", lambda: [Call("wait", "until the node is ready", wait_ready)]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
-from typing import Optional
+from typing import Callable, Optional
 
 from stratum import systemd
 from stratum.errors import join_errors
@@ -21,20 +21,29 @@ from stratum.steps import Action, Call, Command, PlaceLink, Step, Work
 
 __all__ = ["make_backend", "plan_start", "plan_stop", "record_ahead", "restart_steps", "start_steps", "stop_steps"]
 
+Warn = Callable[[str], object]
+
 
 def make_backend(
-    work: Work, stack: Stack, *, record: Optional[VersionRecord] = None, previous: Optional[VersionRecord] = None
+    work: Work,
+    stack: Stack,
+    *,
+    record: Optional[VersionRecord] = None,
+    previous: Optional[VersionRecord] = None,
+    plugins: Optional[tuple[str, ...]] = None,
+    warn: Optional[Warn] = None,
 ) -> Backend:
     """The stack as the contract's backend, with this node's gates and configuration.
 
-    ``record`` is the version that an upgrade leads to, ``previous`` the one that it would go back to.
+    ``record`` is the version that an upgrade leads to, ``previous`` the one that it would go back to; ``plugins``
+    are those of a ``record`` that is not on the disk yet. ``warn`` hears of what a switch can do without.
     """
     gates = {UNIT_CONTAINERD: functools.partial(_gate, stack, UNIT_CONTAINERD)}
     hooks = Hooks(
         after_start=gates,
         after_restart=gates,
-        before_upgrade_start=functools.partial(_configure, work, stack, record) if record else None,
-        before_rollback_start=functools.partial(_configure, work, stack, previous) if previous else None,
+        plan_upgrade_start=functools.partial(_plan_configure, work, stack, record, warn, plugins) if record else None,
+        before_rollback_start=functools.partial(_configure, work, stack, previous, warn) if previous else None,
     )
     return Backend(work, stack.layout, node.unit_spec(stack.layout), hooks)
 
@@ -44,15 +53,26 @@ def _gate(stack: Stack, unit: str) -> None:
     stack.note_started()
 
 
-def _plan_version_needs(work: Work, stack: Stack, record: VersionRecord) -> list[Action]:
+def _plan_version_needs(
+    work: Work, stack: Stack, record: VersionRecord, plugins: Optional[tuple[str, ...]] = None
+) -> list[Action]:
     """Configuration and plugin links as ``record`` needs them."""
-    names = stack.layout.plugins(record.version)
+    names = stack.layout.plugins(record.version) if plugins is None else plugins
     return [*node.plan_configuration(work, record), *node.plan_network(work, stack.layout, names)]
 
 
-def _configure(work: Work, stack: Stack, record: VersionRecord) -> None:
-    join_errors(stack.release(), "release")
-    for action in _plan_version_needs(work, stack, record):
+def _plan_configure(
+    work: Work,
+    stack: Stack,
+    record: VersionRecord,
+    warn: Optional[Warn],
+    plugins: Optional[tuple[str, ...]] = None,
+) -> list[Action]:
+    return [*plan_release(stack, warn), *_plan_version_needs(work, stack, record, plugins)]
+
+
+def _configure(work: Work, stack: Stack, record: VersionRecord, warn: Optional[Warn]) -> None:
+    for action in _plan_configure(work, stack, record, warn):
         action.perform(work)
 
 
@@ -123,15 +143,15 @@ def plan_reap(stack: Stack) -> list[Action]:
     return [Call("kill", f"processes {what}", lambda: join_errors(pods.end_pods(stack.host), "end shims"))]
 
 
-def stop_steps(stack: Stack, units: Sequence[str], *, containers: bool) -> list[Step]:
-    """Stop ``units``; with ``containers`` what runs under containerd ends first."""
+def stop_steps(stack: Stack, units: Sequence[str], *, containers: bool, warn: Optional[Warn] = None) -> list[Step]:
+    """Stop ``units``; with ``containers`` what runs under containerd ends first. ``warn`` is for the release."""
     steps = []
     if containers:
         steps.append(Step("end-containers", "end the running containers", lambda: plan_end_containers(stack)))
     steps.append(Step("stop", "stop the units", lambda: plan_stop(stack, tuple(units))))
     if containers:
         steps.append(Step("end-shims", "end what outlived containerd", lambda: plan_reap(stack)))
-        steps.append(Step("release", "give back what the containers held", lambda: plan_release(stack)))
+        steps.append(Step("release", "give back what the containers held", lambda: plan_release(stack, warn)))
     return steps
 
 
@@ -152,13 +172,26 @@ def supervisor_steps(context: Context) -> list[Step]:
     return [Step("watch", "start the supervisor", plan)]
 
 
-def plan_release(stack: Stack) -> list[Action]:
-    """Give back what containers that are gone still hold in the network and among the cgroups."""
+def plan_release(stack: Stack, warn: Optional[Warn]) -> list[Action]:
+    """Give back what containers that are gone still hold in the network and among the cgroups.
+
+    With ``warn`` a node goes on without: an address that a plugin does not give back is lost until the next try, and
+    no reason to be down. Without it that raises :class:`StratumError`.
+    """
     held = [attachment.container for attachment in cni.read_attachments(stack.host)]
     held += [str(group) for group in CONTAINER_CGROUPS if stack.host.is_dir(group)]
     if not held:
         return []
-    return [Call("release", ", ".join(held), lambda: join_errors(stack.release(), "release"))]
+
+    def release() -> None:
+        errors = stack.release()
+        if warn is None:
+            join_errors(errors, "release")
+            return
+        for error in errors:
+            warn(f"a container's network could not be given back: {error.message}")
+
+    return [Call("release", ", ".join(held), release)]
 
 
 def plan_masquerade(stack: Stack, bridged: bool) -> list[Action]:
@@ -169,7 +202,7 @@ def plan_masquerade(stack: Stack, bridged: bool) -> list[Action]:
     return forwarding.plan_forwarding(stack.host) + masquerade.plan_masquerade(stack.host, subnet)
 
 
-def network_steps(stack: Stack, *, bridged: bool = False) -> list[Step]:
+def network_steps(context: Context, stack: Stack, *, bridged: bool = False) -> list[Step]:
     """The container network of this boot: nothing of an earlier one, and the way out.
 
     ``bridged`` tells a dry run of the first ``up`` that an earlier step writes the network.
@@ -177,7 +210,7 @@ def network_steps(stack: Stack, *, bridged: bool = False) -> list[Step]:
 
     def plan_stale() -> list[Action]:
         attached = cni.read_attachments(stack.host)
-        return [] if not attached or stack.shims() or stack.ctr.answers() else plan_release(stack)
+        return [] if not attached or stack.shims() or stack.ctr.answers() else plan_release(stack, context.out.warn)
 
     return [
         Step("release-network", "give back what containers of an earlier boot held", plan_stale),

@@ -32,7 +32,7 @@ def bring_up(context: Context, stack: Stack) -> None:
             "not-installed", f"{stack.layout.current_link}: no version is active", hint="run: stratum up --bundle FILE"
         )
     steps: list[Step] = [
-        *stack_script.network_steps(stack),
+        *stack_script.network_steps(context, stack),
         *stack_script.start_steps(work, stack),
         *image_script.import_steps(context, stack, record),
     ]

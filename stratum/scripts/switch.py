@@ -71,9 +71,11 @@ def _wait_ready(context: Context, work: Work, stack: Stack, record: VersionRecor
     stack.wait_steady()
 
 
-def switch_plan(context: Context, work: Work, stack: Stack, record: VersionRecord) -> Sequence[Step]:
-    """The steps of the switch, for a dry run."""
-    backend = stack_script.make_backend(work, stack, record=record)
+def switch_plan(
+    context: Context, work: Work, stack: Stack, record: VersionRecord, plugins: tuple[str, ...]
+) -> Sequence[Step]:
+    """The steps of the switch, for a dry run; ``plugins`` are the CNI plugins of the version."""
+    backend = stack_script.make_backend(work, stack, record=record, plugins=plugins)
     return backend.switch_steps(record.version, functools.partial(_wait_ready, context, work, stack, record))
 
 
@@ -84,7 +86,7 @@ def switch_version(context: Context, work: Work, stack: Stack, record: VersionRe
     """
     current = stack.layout.current()
     previous = read_record(stack.layout, current) if current else None
-    backend = stack_script.make_backend(work, stack, record=record, previous=previous)
+    backend = stack_script.make_backend(work, stack, record=record, previous=previous, warn=context.out.warn)
     performed: Performed = []
     going_back: list[BaseException] = []
 
@@ -199,7 +201,7 @@ def recover_switch(context: Context, work: Work, stack: Stack, source: Optional[
     goal = target if target in installed and source not in installed else source
     assert goal is not None
     record = read_record(stack.layout, goal)
-    backend = stack_script.make_backend(work, stack, previous=record)
+    backend = stack_script.make_backend(work, stack, previous=record, warn=context.out.warn)
     backend.rollback(goal, on_step=lambda step, _: context.out.note(f"{step.name}: {step.summary}"))
     if goal == target and record:
         _wait_ready(context, work, stack, record)

@@ -18,7 +18,7 @@ from tests.lab.machine import Machine
 # The digest of everything would take a second (in qemu: a minute). In some places a file's change time stands for
 # it: no program can set that, so a file that has the same one was not touched.
 _SCRIPT = r"""
-import hashlib, json, os, re, stat, subprocess, sys
+import hashlib, json, os, re, stat, subprocess, sys, time
 
 TIMED = ("/usr/", "/boot/", "/var/log/journal/", "/run/log/journal/")
 HASHED = ("/usr/local/",)
@@ -90,6 +90,14 @@ def mounts():
     # Without the numbers, which the kernel gives anew.
     return table(" ".join([row[4], row[3], *row[5:6], *row[row.index("-") + 1:]]) for row in rows)
 
+def settle():
+    # The kernel adds an address's local route when it has seen that nobody else has the address: a second or two
+    # after the interface came up, which is also when nobody did anything.
+    for _ in range(100):
+        if not lines("ip", "-6", "-o", "addr", "show", "tentative"):
+            return
+        time.sleep(0.1)
+
 def interfaces():
     found = {}
     for link in json.loads("".join(lines("ip", "-j", "-d", "addr")) or "[]"):
@@ -127,6 +135,7 @@ def processes():
             rows.append(words)
     return table(rows)
 
+settle()
 print(json.dumps({
     "processes": processes(), "files": files({"/proc", "/sys"}), "units": units(), "unit files": unit_files(),
     "mounts": mounts(), "interfaces": interfaces(), "routes": table(lines("ip", "route", "show", "table", "all")),
@@ -142,6 +151,7 @@ IGNORED: tuple[tuple[str, str, str], ...] = (
     ("files", r"/run/systemd/(units|transient|generator.*|propagate)(/.*)?", "systemd's own memory of units"),
     ("files", r"/run/stratum/lock", "it holds the process id of the last run"),
     ("files", r"/run/udev/.*", "udev remembers each interface that there was"),
+    ("processes", r"\(udev-worker\)", "udev keeps some for a few seconds after the last event"),
     ("units", r"session-.*\.scope|user@.*|user-.*\.slice|user-runtime-dir@.*", "nobody logs in; systemd may tidy up"),
     ("units", r".*\.mount", "systemd learns late of a mount and keeps a unit after it; mounts are a section"),
     ("cgroups", r"/sys/fs/cgroup(/systemd|/unified)?/lab(/.*)?", "the lab puts each of its commands in one of its own"),

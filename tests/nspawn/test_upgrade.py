@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import json
 import re
 import subprocess
@@ -350,6 +351,27 @@ def test_an_upgrade_that_was_killed_is_shown_and_the_next_command_goes_back(host
     started = host.stratum("start")
     assert "version 1.0 runs again" in started.stderr
     host.check("1.0")
+
+
+def test_an_address_that_a_plugin_does_not_give_back_is_no_reason_to_be_down(host: Upgrading) -> None:
+    host.bring_to("1.0", "2.0")
+    # What libcni remembers of a container that is gone; the plugin refuses to end it.
+    configuration = {"cniVersion": "0.4.0", "name": "stratum", "plugins": [{"type": "host-local"}]}
+    packed = base64.b64encode(json.dumps(configuration).encode()).decode()
+    memory = {"kind": "cniCacheV1", "containerId": "ghost", "config": packed, "ifName": "eth0",
+              "networkName": "stratum", "result": {"cniVersion": "0.4.0"}}
+    path = "/var/lib/cni/results/stratum-ghost-eth0"
+    host.machine.write(path, json.dumps(memory))
+    try:
+        result = host.stratum("upgrade", "--to", "2.0")
+        assert "warning: a container's network could not be given back" in result.stderr
+        host.check("2.0")
+        host.machine.reboot()
+        host.node.settle()
+        assert "could not be given back" in host.machine.run(["journalctl", "-b", "-u", "stratum.service"]).stdout
+        host.check("2.0")
+    finally:
+        host.machine.run(["rm", "-f", path])
 
 
 # -- new versions that are broken ----------------------------------------------------------------------------------
