@@ -103,12 +103,13 @@ class Backend:
         return UnitSpec(self.spec.bin_dir, kubelet=True, localdns="/x", gpu_setup=(("/x",),), launch_check="/x")
 
     def _installed(self, units: Sequence[str]) -> list[str]:
-        """Those of ``units`` that systemd knows, the last to start first; all of them when it does not say."""
+        """Those of ``units`` that systemd has, the last to start first; all of them when it does not say."""
         try:
             states = systemd.read_units(self.host, units)
         except CommandError:
             return list(reversed(units))  # what is wrong shows when they are stopped
-        return [unit for unit in reversed(units) if states[unit].installed]
+        # A unit whose file somebody deleted may well run.
+        return [unit for unit in reversed(units) if states[unit].installed or states[unit].active != "inactive"]
 
     # -- preparing ----------------------------------------------------------------------------------
 

@@ -14,7 +14,7 @@ from stratum import systemd
 from stratum.errors import CommandError, StratumError
 from stratum.node import cni, containerd, pods, reaper
 from stratum.node.layout import Layout
-from stratum.node.units import UNIT_CONTAINERD
+from stratum.node.units import SYSTEMD_DIR, UNIT_CONTAINERD
 from stratum.receipt import file_digest
 from stratum.system import Host, HostPath
 
@@ -50,11 +50,16 @@ class Stack:
     # -- what it was started with -------------------------------------------------------------------
 
     def inputs(self) -> dict[str, str]:
-        """What the running units depend on: the version and the digests of their files."""
+        """What the running units depend on: the version, the digests of their files, and which program file it is."""
         found = {"version": self.layout.current() or ""}
-        for path in (containerd.CONFIG_PATH,):
+        for path in (containerd.CONFIG_PATH, SYSTEMD_DIR / UNIT_CONTAINERD):
             if self.host.exists(path):
                 found[str(path)] = file_digest(self.host, path)
+        program = self.layout.bin_dir / "containerd"
+        if self.host.exists(program):
+            # Not its digest: that takes long. Whoever replaces it, `up` too, makes it another file.
+            info = self.host.stat(program)
+            found[str(program)] = f"{info.st_dev}:{info.st_ino}:{info.st_mtime_ns}"
         return found
 
     def started_with(self) -> dict[str, str]:

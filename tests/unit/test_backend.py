@@ -684,6 +684,16 @@ def test_a_unit_that_only_the_new_version_has_is_no_trouble_for_the_stop(node: N
     assert node.runs() == dict.fromkeys(EVERYTHING, "2.0")
 
 
+def test_a_unit_whose_file_somebody_deleted_does_not_run_on_through_a_switch(node: Node) -> None:
+    backend = upgrading(node)
+    Path(node.machine.root, str(SYSTEMD_DIR)[1:], UNIT_KUBELET).unlink()
+    node.machine.run(["systemctl", "daemon-reload"], timeout=1)
+    node.machine.take()
+    backend.upgrade("2.0", node.ready)
+    assert node.machine.take()[:3] == STOPS
+    assert node.runs() == dict.fromkeys(EVERYTHING, "2.0")
+
+
 def test_without_a_specification_to_go_back_to_the_unit_files_stay_as_they_are(node: Node) -> None:
     backend = upgrading(node, spec=spec(), rollback_spec=None)
     node.machine.failing[f"systemctl start {UNIT_KUBELET}"] = 1

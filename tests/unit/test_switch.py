@@ -467,6 +467,22 @@ def test_a_version_without_its_description_is_not_switched_to(lab: Lab, new: Fau
     assert stops(new) == []
 
 
+def test_a_program_that_was_replaced_runs_no_more_after_up_put_it_right(lab: Lab, new: FaultyMachine) -> None:
+    replace_file(place(new, BASE / "2.0/bin/containerd"))
+    assert lab.run(new, "restart") == 0
+    assert lab.run(new, "up", "--bundle", "new.tar") == 0
+    assert check_whole(new, ("2.0",)) == "2.0"
+
+
+def test_a_command_line_that_was_replaced_runs_no_more_after_up_put_it_right(lab: Lab, new: FaultyMachine) -> None:
+    unit = place(new, SYSTEMD_DIR / UNIT_CONTAINERD)
+    unit.write_text(unit.read_text() + "Environment=OTHER=1\n")
+    new.run(["systemctl", "daemon-reload"], timeout=1)
+    assert lab.run(new, "restart") == 0
+    assert lab.run(new, "up", "--bundle", "new.tar") == 0
+    assert b"OTHER" not in new.running[UNIT_CONTAINERD][2]
+
+
 def test_files_that_somebody_added_to_a_version_do_not_matter(lab: Lab, new: FaultyMachine) -> None:
     place(new, BASE / "1.0/bin/mine").write_text("mine\n")
     assert lab.run(new, "rollback") == 0
