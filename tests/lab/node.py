@@ -9,12 +9,18 @@ from pathlib import Path
 from typing import Any, Generic, Optional, TypeVar, Union
 
 from tests.lab.machine import Machine, Result
+from tests.lab.snapshot import Snapshot
 
 USB = "/root/usb"
 PYZ = f"{USB}/stratum.pyz"
 BUNDLE = f"{USB}/demo.tar"
 IMAGE = "docker.io/library/busybox:stratum-demo"
 TRUST = "/etc/stratum/trust.d"
+
+# Databases and records with a time, an inode or a random number in them.
+_UNIQUE = ("/containerd/", "/receipt.json", "/journal.json", "/history.json", "/run/stratum/lock")
+# What running containers leaves until the node is stopped: addresses, layers.
+_USED = ("/snapshots/", "/ingest/", "/run/stratum/cni", "v2.task/default")
 
 AnyMachine = TypeVar("AnyMachine", bound=Machine)
 
@@ -78,3 +84,14 @@ def refusal(result: Result, *, state: bool = True) -> str:
     assert [line.partition(":")[0] for line in after] == (["state"] if state else []) + ["hint"], result.describe()
     assert "Traceback" not in result.stderr, result.describe()
     return errors[0].partition("[")[2].partition("]")[0]
+
+
+def installed(state: Snapshot) -> dict[str, str]:
+    """What Stratum placed: type, mode, owner, and the content where that is the same on every node."""
+    places = ("/opt", "/etc/stratum", "/etc/cni", "/etc/systemd", "/usr/local", "/var/lib/stratum", "/run/stratum")
+    found = {}
+    for path, text in state["files"].items():
+        if path.startswith(places) and not any(part in path for part in _USED):
+            unique = path.startswith(("/var", "/run")) and any(part in path for part in _UNIQUE)
+            found[path] = " ".join(text.split()[:2]) if unique else text
+    return found

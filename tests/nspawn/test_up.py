@@ -6,32 +6,16 @@ import json
 from pathlib import Path
 
 from tests.lab.machine import BARE_ENV, wait_until
-from tests.lab.node import BUNDLE, IMAGE, PYZ, USB, Node, refusal
+from tests.lab.node import BUNDLE, IMAGE, PYZ, USB, Node, installed, refusal
 from tests.lab.nspawn import NspawnMachine
-from tests.lab.snapshot import Snapshot, check_same, snapshot
+from tests.lab.snapshot import check_same, snapshot
 
 MachineNode = Node[NspawnMachine]
 
 KEPT = "/var/lib/stratum/bundles"
 
-# Databases and records with a time, an inode or a random number in them.
-_UNIQUE = ("/containerd/", "/receipt.json", "/journal.json", "/history.json", "/run/stratum/lock")
-# What running containers leaves until the node is stopped: addresses, layers.
-_USED = ("/snapshots/", "/ingest/", "/run/stratum/cni", "v2.task/default")
-
 # Ends when it is asked to; a plain sleep as the first process of a container does not.
 WAITS = ("sh", "-c", "trap 'exit 0' TERM; while :; do sleep 0.2; done")
-
-
-def installed(state: Snapshot) -> dict[str, str]:
-    """What Stratum placed: type, mode, owner, and the content where that is the same on every node."""
-    places = ("/opt", "/etc/stratum", "/etc/cni", "/etc/systemd", "/usr/local", "/var/lib/stratum", "/run/stratum")
-    found = {}
-    for path, text in state["files"].items():
-        if path.startswith(places) and not any(part in path for part in _USED):
-            unique = path.startswith(("/var", "/run")) and any(part in path for part in _UNIQUE)
-            found[path] = " ".join(text.split()[:2]) if unique else text
-    return found
 
 
 def test_the_bundle_beside_the_pyz_makes_a_container_host(running: MachineNode) -> None:
