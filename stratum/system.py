@@ -98,6 +98,11 @@ class Host:
         """The effective user id of this process."""
         return os.geteuid()
 
+    @property
+    def pid(self) -> int:
+        """The number of this process."""
+        return os.getpid()
+
     def now(self) -> float:
         """Seconds since 1970, as this machine believes."""
         return time.time()
