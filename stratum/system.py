@@ -436,10 +436,14 @@ class Host:
 
         ``is_last`` knows the datagram that ends it. Raises OSError, TimeoutError among them.
         """
+        return self.ask_netlink(socket.NETLINK_ROUTE, request, is_last)
+
+    def ask_netlink(self, protocol: int, request: bytes, is_last: Callable[[bytes], bool]) -> list[bytes]:
+        """Like :meth:`ask_rtnetlink`, for any part of the kernel that speaks netlink(7)."""
         if not self.live:
             raise RuntimeError("a directory tree has no network")
         kind = socket.SOCK_RAW | socket.SOCK_CLOEXEC
-        with socket.socket(socket.AF_NETLINK, kind, socket.NETLINK_ROUTE) as channel:
+        with socket.socket(socket.AF_NETLINK, kind, protocol) as channel:
             channel.settimeout(_CONNECT_TIMEOUT)
             channel.bind((0, 0))
             channel.send(request)

@@ -5,11 +5,12 @@ from __future__ import annotations
 from typing import NoReturn
 
 from stratum import lock
-from stratum.errors import NotInstalledError
+from stratum.errors import NotInstalledError, StratumError, system_error
 from stratum.host.notify import extend_start, notify, watchdog_of
 from stratum.node.layout import Layout
+from stratum.node.settings import Settings, read_settings
 from stratum.node.stack import Stack
-from stratum.node.versions import read_record
+from stratum.node.versions import VersionRecord, read_record
 from stratum.scripts import images as image_script
 from stratum.scripts import prerequisites
 from stratum.scripts import stack as stack_script
@@ -17,35 +18,65 @@ from stratum.scripts.context import Context
 from stratum.scripts.recover import recover
 from stratum.scripts.run import load_work, perform
 from stratum.scripts.watch import PATIENCE, Watch
-from stratum.steps import Step
+from stratum.steps import Step, Work
 
 _LOCK_WAIT = 600.0  # seconds: an `up` or `upgrade` by hand may be at work
 _WATCH_EVERY = 15.0  # seconds
+
+
+def _active(stack: Stack) -> VersionRecord:
+    version = stack.layout.current()
+    record = read_record(stack.layout, version) if version else None
+    if record is None:
+        raise NotInstalledError(
+            "not-installed", f"{stack.layout.current_link}: no version is active", hint="run: stratum up --bundle FILE"
+        )
+    return record
+
+
+def _host_steps(context: Context, work: Work, stack: Stack, settings: Settings, record: VersionRecord) -> list[Step]:
+    """What the host must be, in order: the same steps at each start and when something came undone."""
+    bridged = "bridge" in stack.layout.plugins(record.version)
+    return [
+        *prerequisites.prerequisite_steps(context, work, settings, record, bridged=bridged),
+        *prerequisites.label_steps(context, work, settings),
+        *stack_script.network_steps(context, work, stack),
+    ]
 
 
 def bring_up(context: Context, stack: Stack) -> None:
     """Everything that the installed version needs to run. Raises StratumError."""
     work = load_work(context)
     recover(context, work, stack, command="supervise")
-    version = stack.layout.current()
-    record = read_record(stack.layout, version) if version else None
-    if version is None or record is None:
-        raise NotInstalledError(
-            "not-installed", f"{stack.layout.current_link}: no version is active", hint="run: stratum up --bundle FILE"
-        )
+    record = _active(stack)
     settings = prerequisites.pin_node_ip(context, record)
     for finding in prerequisites.find_drift(context, settings, record):
         # What was put right once and is not so at this start: somebody or something works against us.
         context.out.warn(f"{finding.message}; {finding.hint}")
-    bridged = "bridge" in stack.layout.plugins(version)
     steps: list[Step] = [
-        *prerequisites.prerequisite_steps(context, work, settings, record, bridged=bridged),
-        *prerequisites.label_steps(context, work, settings),
-        *stack_script.network_steps(context, work, stack),
+        *_host_steps(context, work, stack, settings, record),
         *stack_script.start_steps(work, stack),
         *image_script.import_steps(context, stack, record),
     ]
     perform(context, work, "supervise", steps, dry_run=False)
+
+
+def put_right(context: Context, stack: Stack) -> list[StratumError]:
+    """Make the host again what the installed version needs; the units are left alone.
+
+    Every step is tried; what failed is returned. Raises :class:`StratumError` when none could be.
+    """
+    work = load_work(context)
+    recover(context, work, stack, command="supervise")
+    errors: list[StratumError] = []
+    for step in _host_steps(context, work, stack, read_settings(context.host), _active(stack)):
+        try:
+            perform(context, work, "supervise", [step], dry_run=False)
+        except StratumError as error:
+            errors.append(error)
+        except OSError as error:
+            errors.append(system_error(error))
+    return errors
 
 
 def run(context: Context) -> NoReturn:
@@ -58,7 +89,7 @@ def run(context: Context) -> NoReturn:
     extend_start(host, _LOCK_WAIT + PATIENCE)
     with lock.hold_lock(host, lock.SUPERVISOR, wait=_LOCK_WAIT):
         bring_up(context, stack)
-    watch = Watch(context, stack, lambda: bring_up(context, stack), watchdog)
+    watch = Watch(context, stack, lambda: bring_up(context, stack), lambda: put_right(context, stack), watchdog)
     notify(host, f"READY=1\nSTATUS=version {stack.layout.current()} is running")
     while True:
         notify(host, f"STATUS={watch.look()}")
