@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import base64
 import contextlib
 import io
+import json
 import os
 import shutil
 import signal
@@ -17,16 +19,25 @@ from typing import Any
 import pytest
 
 from stratum.errors import ExitCode
+from stratum.host import sysctls
 from stratum.host.notify import Watchdog
+from stratum.host.sysctlfiles import Assignment
 from stratum.lock import hold_lock
 from stratum.node.layout import Layout
+from stratum.node.settings import read_settings
 from stratum.node.stack import Stack
 from stratum.output import Output
 from stratum.scripts import supervise
 from stratum.scripts.context import Context
 from stratum.scripts.watch import Watch
+from stratum.system import Host
 from tests.bundles import Entry, Part
 from tests.fakes import Desk, MachineHost, make_tree, node_publisher
+from tests.unit import test_prerequisites
+from tests.unit.test_firewalld import FirewallHost
+from tests.unit.test_prerequisites import KubernetesHost, bundle_of
+
+kubernetes_host = test_prerequisites.host  # the fixture under another name
 
 CONTAINERD, SUPERVISOR = "stratum-containerd.service", "stratum.service"
 
@@ -230,6 +241,295 @@ def test_a_start_that_fails_is_an_error_once_and_stands_in_the_status(node: Livi
     node.failing = {f"systemctl start {CONTAINERD}": 1}
     watch.look()
     assert [line for line in watch.said() if "error[" in line], "a failure after a success is a new one"
+
+
+# -- the host -------------------------------------------------------------------------------------------
+
+
+@dataclass
+class NodeHost(LivingHost, KubernetesHost, FirewallHost):
+    """The same with swap, kernel settings, addresses and firewalld."""
+
+
+@pytest.fixture
+def kubernetes(desk: Desk, kubernetes_host: KubernetesHost) -> NodeHost:
+    """A Kubernetes node of profile cis; the kubelet is a stand-in."""
+    host = NodeHost(kubernetes_host.root, {}, on=kubernetes_host.on)
+    bundle = bundle_of(desk, kubelet=True, version="1.0.0")
+    assert desk.up(host, bundle, "--profile", "cis").status == ExitCode.DONE
+    host.commands.clear()
+    return host
+
+
+def control(host: MachineHost, key: str, value: str) -> None:
+    Path(host.root, "proc/sys", key).write_text(f"{value}\n")
+
+
+def test_on_a_kubernetes_node_at_rest_a_look_starts_no_program_either(kubernetes: NodeHost) -> None:
+    watch = at_rest(kubernetes)
+    kubernetes.mutations.clear()
+    for _ in range(50):
+        watch.look()
+        kubernetes.clock += 15
+    assert (kubernetes.commands, kubernetes.mutations, watch.said()) == ([], [], [])
+
+
+def test_swap_that_is_on_again_goes_off_and_is_said_once(kubernetes: NodeHost) -> None:
+    watch = at_rest(kubernetes)
+    kubernetes.switch_on("/dev/sda7")
+    status = watch.look()
+    assert kubernetes.on == {}
+    (line,) = watch.said()
+    assert line.startswith("stratum: warning: swap is on: /dev/sda7 (") and line.endswith(": put right")
+    assert status == f"version 1.0.0; {line.removeprefix('stratum: warning: ')}"
+    assert watch.look() == "version 1.0.0 is running"
+    assert watch.said() == []
+
+
+def test_swap_of_a_container_host_is_the_admins_matter(desk: Desk, kubernetes_host: KubernetesHost) -> None:
+    host = NodeHost(kubernetes_host.root, {}, on=kubernetes_host.on)
+    desk.up(host, bundle_of(desk, kubelet=False, version="1.0.0"))
+    watch = at_rest(host)
+    host.switch_on("/dev/sda7")
+    control(host, "vm/overcommit_memory", "2")
+    assert watch.look() == "version 1.0.0 is running"
+    assert set(host.on) == {"/swap.img", "/dev/sda7"}
+
+
+def test_a_kernel_setting_that_differs_is_put_right_with_the_file_that_sets_it(
+    kubernetes: NodeHost, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    scans: list[str] = []
+    scan = sysctls.read_assignments
+
+    def counted(host: Host) -> list[Assignment]:
+        scans.append(host.root)
+        return scan(host)
+
+    watch = at_rest(kubernetes)
+    monkeypatch.setattr(sysctls, "read_assignments", counted)
+    watch.look()
+    assert scans == [], "the directories are read only when a live value differs"
+    Path(kubernetes.root, "etc/sysctl.d/99-zz.conf").write_text("kernel.panic=3\n")
+    control(kubernetes, "kernel/panic", "3")
+    control(kubernetes, "net/ipv4/ip_forward", "0")
+    watch.look()
+    assert (kubernetes.sysctl("kernel/panic"), kubernetes.sysctl("net/ipv4/ip_forward")) == ("10", "1")
+    said = watch.said()
+    assert "stratum: warning: net.ipv4.ip_forward is 0 and must be 1: put right" in said
+    assert (
+        "stratum: warning: kernel.panic is 3 and must be 10; /etc/sysctl.d/99-zz.conf line 1 sets it: put right" in said
+    )
+    assert watch.look() == "version 1.0.0 is running"
+
+
+def test_forwarding_of_a_container_host_is_switched_on_again(node: LivingHost) -> None:
+    Path(node.root, "proc/sys/net/ipv4").mkdir(parents=True)
+    control(node, "net/ipv4/ip_forward", "1")
+    watch = at_rest(node)
+    control(node, "net/ipv4/ip_forward", "0")
+    assert watch.look() == "version 1.0.0; net.ipv4.ip_forward is 0, so that containers cannot reach out: put right"
+    assert Path(node.root, "proc/sys/net/ipv4/ip_forward").read_text() == "1\n"
+
+
+def test_what_cannot_be_put_right_is_said_once_and_keeps_nothing_else_from_it(kubernetes: NodeHost) -> None:
+    watch = at_rest(kubernetes)
+    kubernetes.stuck.add("/proc/sys/kernel/panic")
+    control(kubernetes, "kernel/panic", "3")
+    kubernetes.switch_on("/dev/sda7")
+    found = []
+    for _ in range(20):
+        found.append(watch.look())
+        kubernetes.clock += 15
+    assert kubernetes.on == {}, "swap comes behind the kernel settings"
+    said = watch.said()
+    assert [line for line in said if "error[" in line] == [line for line in said if "sysctl-not-applied" in line]
+    assert len([line for line in said if "sysctl-not-applied" in line]) == 1
+    assert len([line for line in said if line.startswith("stratum: warning: kernel.panic is 3")]) == 1
+    assert all("kernel.panic is 3 and must be 10" in status for status in found)
+    kubernetes.clock += 3600
+    kubernetes.stuck.clear()
+    watch.look()
+    assert kubernetes.sysctl("kernel/panic") == "10", "an hour later it is tried again"
+
+
+def test_what_comes_back_again_and_again_is_put_right_three_times_an_hour(kubernetes: NodeHost) -> None:
+    watch = at_rest(kubernetes)
+    for _ in range(10):
+        control(kubernetes, "kernel/panic", "3")
+        status = watch.look()
+        kubernetes.clock += 15
+    said = watch.said()
+    assert len([line for line in said if line.endswith("kernel.panic is 3 and must be 10: put right")]) == 3
+    (left,) = [line for line in said if not line.endswith(": put right")]
+    assert "find out who changed it" in left
+    assert status == "version 1.0.0; kernel.panic is 3 and must be 10"
+
+
+def test_nothing_is_said_or_put_right_while_another_run_is_at_work(kubernetes: NodeHost) -> None:
+    watch = at_rest(kubernetes)
+    kubernetes.switch_on("/dev/sda7")
+    with hold_lock(kubernetes, "uninstall"):
+        info = os.stat(kubernetes.real("/run/stratum/lock"))
+        name = f"{os.major(info.st_dev):02x}:{os.minor(info.st_dev):02x}:{info.st_ino}"
+        locks = f"1: FLOCK  ADVISORY  WRITE 7 {name} 0 EOF"
+        for text in (locks, ""):  # seen in the kernel's list; taken between that look and ours
+            Path(kubernetes.root, "proc/locks").write_text(text)
+            assert watch.look().startswith("version 1.0.0; swap is on: /dev/sda7")
+        assert (watch.said(), set(kubernetes.on)) == ([], {"/dev/sda7"})
+    watch.look()
+    assert kubernetes.on == {}
+
+
+def test_an_address_that_is_gone_is_said_once_and_no_other_is_taken(kubernetes: NodeHost) -> None:
+    watch = at_rest(kubernetes)
+    kubernetes.addresses = {"eth0": ["192.0.2.77/24"]}
+    kubernetes.commands.clear()
+    found = []
+    for _ in range(10):
+        kubernetes.clock += 15
+        found.append(watch.look())
+    words = "this node was brought up as 192.0.2.10, and 192.0.2.10 is not on this host any more; it has 192.0.2.77"
+    assert found[-1].startswith(f"version 1.0.0; {words}")
+    (line,) = watch.said()
+    assert words in line and "--node-ip" in line
+    assert read_settings(kubernetes).node_ip == "192.0.2.10"
+    assert kubernetes.commands == []
+    kubernetes.addresses = {"eth0": ["192.0.2.10/24"]}
+    kubernetes.clock += 60
+    assert watch.look() == "version 1.0.0 is running"
+
+
+# -- the firewall ---------------------------------------------------------------------------------------
+
+
+def changed(host: MachineHost) -> None:
+    """Somebody changed rules, some time after the last look."""
+    host.generation += 1
+    host.clock += 60
+
+
+def test_our_rule_is_made_again_when_somebody_cleared_the_firewall(node: LivingHost) -> None:
+    watch = at_rest(node)
+    node.chains.clear()
+    changed(node)
+    status = watch.look()
+    assert "10.215.0.0/16" in str(node.chains["STRATUM-POSTROUTING"])
+    assert len(watch.said()) == 1 and status.endswith(": put right")
+    node.clock += 60
+    assert watch.look() == "version 1.0.0 is running"
+
+
+def test_rules_that_change_all_the_time_are_looked_at_now_and_then(node: LivingHost) -> None:
+    watch = at_rest(node)
+    for _ in range(40):
+        node.generation += 1
+        node.clock += 15
+        watch.look()
+    assert 15 <= len([line for line in node.commands if line.endswith("--list-rules STRATUM-POSTROUTING")]) <= 21
+
+
+def test_where_the_kernel_does_not_say_that_rules_changed_they_are_looked_at_every_five_minutes(
+    node: LivingHost,
+) -> None:
+    Path(node.root, "proc/modules").write_text("ip_tables 1 0 - Live 0x0\n")  # and no nf_tables
+    watch = at_rest(node)
+    for _ in range(41):
+        node.clock += 15
+        watch.look()
+    assert len([line for line in node.commands if line.endswith("--list-rules STRATUM-POSTROUTING")]) == 2
+
+
+def test_a_binding_that_firewalld_lost_is_made_again(kubernetes: NodeHost) -> None:
+    kubernetes.install()
+    kubernetes.runtime = {}
+    changed(kubernetes)
+    context = Context(kubernetes, Output(stdout=io.StringIO(), stderr=io.StringIO()), None, None)
+    supervise.bring_up(context, Stack(Layout(kubernetes)))
+    assert kubernetes.runtime == {"stratum0": "trusted"}
+    watch = at_rest(kubernetes)
+    kubernetes.runtime = {}
+    changed(kubernetes)
+    status = watch.look()
+    assert kubernetes.runtime == {"stratum0": "trusted"}
+    (line,) = watch.said()
+    assert "stratum0 in firewalld's zone trusted (runtime), which was lost: put right" in line
+    assert line.endswith(status.partition("; ")[2])
+
+
+def test_an_admins_other_zone_for_our_bridge_is_said_once_and_left(kubernetes: NodeHost) -> None:
+    watch = at_rest(kubernetes)
+    kubernetes.install()
+    kubernetes.runtime = {"stratum0": "public"}
+    Path(kubernetes.root, "etc/firewalld/zones/trusted.xml").write_text(
+        '<zone target="ACCEPT">\n<interface name="stratum0"/>\n</zone>\n'
+    )
+    for _ in range(4):
+        changed(kubernetes)
+        status = watch.look()
+    assert "stratum0 is in zone public (runtime)" in status
+    assert len(watch.said()) == 1
+    assert kubernetes.runtime == {"stratum0": "public"}
+
+
+def attach(host: MachineHost, container: str, **capabilities: object) -> None:
+    """libcni's record of a container in our network."""
+    configuration = {"cniVersion": "1.0.0", "name": "stratum", "plugins": [{"type": "bridge"}]}
+    value = {
+        "kind": "cniCacheV1",
+        "containerId": container,
+        "config": base64.b64encode(json.dumps(configuration).encode()).decode(),
+        "ifName": "eth0",
+        "networkName": "stratum",
+        "capabilityArgs": capabilities,
+    }
+    path = Path(host.root, f"var/lib/cni/results/stratum-{container}-eth0")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(value))
+
+
+def test_published_ports_that_a_reload_of_firewalld_killed_are_said_with_their_containers(node: LivingHost) -> None:
+    attach(node, "web", portMappings=[{"hostPort": 80, "containerPort": 80, "protocol": "tcp"}])
+    attach(node, "database")
+    node.chains["CNI-HOSTPORT-DNAT"] = []
+    watch = at_rest(node)
+    del node.chains["CNI-HOSTPORT-DNAT"]
+    changed(node)
+    status = watch.look()
+    words = "published ports are dead, their rules were taken out of the firewall: container web"
+    assert status == f"version 1.0.0; {words}"
+    (line,) = watch.said()
+    assert f"{words}; stop, delete and start it again" in line and "database" not in line
+    changed(node)
+    assert (watch.look(), watch.said()) == (status, [])
+    node.chains["CNI-HOSTPORT-DNAT"] = []  # as the plugin does when the container is started again
+    changed(node)
+    assert watch.look() == "version 1.0.0 is running"
+
+
+def test_without_published_ports_nobody_misses_their_rules(node: LivingHost) -> None:
+    attach(node, "web", portMappings=[])
+    watch = at_rest(node)
+    changed(node)
+    assert watch.look() == "version 1.0.0 is running"
+
+
+# -- errors ---------------------------------------------------------------------------------------------
+
+
+def test_settings_that_cannot_be_read_are_an_error_once(node: LivingHost) -> None:
+    watch = at_rest(node)
+    Path(node.root, "var/lib/stratum/settings.json").write_text("{")
+    found = {watch.look() for _ in range(3)}
+    assert len(found) == 1 and "not settings that this version reads" in found.pop()
+    assert len([line for line in watch.said() if "error[settings-unreadable]" in line]) == 1
+
+
+def test_a_node_whose_version_went_away_says_what_to_do(node: LivingHost) -> None:
+    watch = at_rest(node)
+    Path(node.root, "opt/stratum/node/current").unlink()
+    watch.look()
+    assert [line for line in watch.said() if "no version is active; run: stratum up --bundle FILE" in line]
 
 
 # -- the watchdog ---------------------------------------------------------------------------------------
