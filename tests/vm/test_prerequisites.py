@@ -65,7 +65,7 @@ LEFT = (
     (
         "cgroups",
         r"/sys/fs/cgroup/system.slice/.*\.swap",
-        "it is empty, and only of a swap that systemd switched on itself",
+        "it is empty, and systemd makes it for what it switches on",
     ),
 )
 
