@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import socket
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from stratum.system import Host
 
@@ -33,12 +33,13 @@ def extend_start(host: Host, seconds: float) -> None:
     notify(host, f"EXTEND_TIMEOUT_USEC={int(seconds * _SECOND)}")
 
 
-@dataclass(frozen=True)
+@dataclass
 class Watchdog:
     """systemd kills this service when it hears nothing for ``usec`` microseconds; 0 where it does not."""
 
     host: Host
     usec: int = 0
+    _patient: bool = field(default=False, init=False)
 
     def shorten(self, seconds: float) -> float:
         """``seconds``, or half of the watchdog's time if that is less: what sd_watchdog_enabled(3) recommends."""
@@ -51,14 +52,19 @@ class Watchdog:
 
     @contextlib.contextmanager
     def patience(self, seconds: float) -> Iterator[None]:
-        """While the block runs, silence of up to ``seconds`` is no sign of death. Raises OSError."""
-        if not self.usec:
+        """While the block runs, silence of up to ``seconds`` is no sign of death. Raises OSError.
+
+        Inside of such a block another one changes nothing: its end must not bring the short time back.
+        """
+        if not self.usec or self._patient:
             yield
             return
         notify(self.host, f"WATCHDOG=1\nWATCHDOG_USEC={max(self.usec, int(seconds * _SECOND))}")
+        self._patient = True
         try:
             yield
         finally:
+            self._patient = False
             # In one message: the old time counts from now, not from before the block.
             notify(self.host, f"WATCHDOG=1\nWATCHDOG_USEC={self.usec}")
 

@@ -239,6 +239,16 @@ def test_something_that_takes_long_is_announced_and_the_old_time_counts_from_its
             assert heard(server) == ["WATCHDOG=1\nWATCHDOG_USEC=3000000"], "never less than the unit gives"
 
 
+def test_the_end_of_a_long_part_does_not_bring_the_short_time_back_for_the_whole(tmp_path: Path) -> None:
+    with manager(tmp_path / "notify", WATCHDOG_USEC="3000000") as (host, server):
+        watchdog = notify_module.watchdog_of(host)
+        with watchdog.patience(60):
+            with watchdog.patience(60):
+                pass
+            assert heard(server) == ["WATCHDOG=1\nWATCHDOG_USEC=60000000"]
+        assert heard(server) == ["WATCHDOG=1\nWATCHDOG_USEC=3000000"]
+
+
 def test_a_start_that_takes_long_asks_for_its_time(tmp_path: Path) -> None:
     with manager(tmp_path / "notify") as (host, server):
         notify_module.extend_start(host, 90.5)
