@@ -30,9 +30,10 @@ def said(node: MachineNode, cursor: str) -> list[str]:
 
 
 def cursor(node: MachineNode) -> str:
+    """The last entry of the supervisor itself: behind any other one journalctl leaves the first out."""
     node.machine.run(["journalctl", "--sync"])
-    text = node.machine.run(["journalctl", "--lines", "0", "--show-cursor", "--no-pager"]).stdout
-    return text.rpartition("-- cursor: ")[2].strip()
+    argv = ["journalctl", "--unit", SUPERVISOR, "--lines", "1", "--show-cursor", "--no-pager"]
+    return node.machine.run(argv).stdout.rpartition("-- cursor: ")[2].strip()
 
 
 def at_rest(node: MachineNode) -> None:
