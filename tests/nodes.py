@@ -192,7 +192,7 @@ def drawn_names() -> Iterator[None]:
 def boot(lab: Lab, machine: FaultyMachine) -> bool:
     """What systemd does at boot: start the supervisor, if it is enabled; whether it was."""
     wants = f"/etc/systemd/system/multi-user.target.wants/{SERVICE}"
-    if not machine.exists(wants) or not machine.exists("/usr/local/bin/stratum"):
+    if not machine.exists(wants) or not machine.exists("/opt/stratum/pyz/current/stratum.pyz"):
         return False
     context = Context(machine, Output(stdout=io.StringIO(), stderr=io.StringIO()), str(lab.desk.archive), None)
     with lock.hold_lock(machine, "supervise"):

@@ -93,7 +93,7 @@ def render_unit(argv: Sequence[str]) -> bytes:
 [Unit]
 Description=Stratum node
 After=network.target local-fs.target dbus.service firewalld.service NetworkManager.service
-RequiresMountsFor=/opt/stratum /var/lib/stratum /usr/local/bin
+RequiresMountsFor=/opt/stratum /var/lib/stratum
 StartLimitIntervalSec=0
 
 [Service]

@@ -1,4 +1,7 @@
-"""Stratum itself on the host: a versioned copy of the pyz, behind one link, and what runs it."""
+"""Stratum itself on the host: versioned copies of the pyz, the link that chooses one, and what runs it.
+
+The unit goes by that link and not by the command on PATH: /usr may be read-only, and may be another mount.
+"""
 
 from __future__ import annotations
 
@@ -9,14 +12,26 @@ from dataclasses import dataclass
 
 from stratum import __version__
 from stratum.errors import StratumError
+from stratum.host.places import why_unwritable
 from stratum.receipt import Entry
 from stratum.steps import Action, Work, plan_directory, plan_link
 from stratum.system import Host, HostPath
 
-__all__ = ["LINK", "PROGRAMS", "CopyProgram", "plan_program", "supervisor_argv"]
+__all__ = [
+    "COMMAND",
+    "CURRENT",
+    "LINK",
+    "PROGRAMS",
+    "CopyProgram",
+    "plan_program",
+    "supervisor_argv",
+    "why_no_link",
+]
 
-LINK = HostPath("/usr/local/bin/stratum")
 PROGRAMS = HostPath("/opt/stratum/pyz")
+CURRENT = PROGRAMS / "current"
+COMMAND = CURRENT / "stratum.pyz"
+LINK = HostPath("/usr/local/bin/stratum")  # for people
 SYSTEM_PYTHON = "/usr/bin/python3"
 _CHUNK = 1 << 20
 
@@ -67,15 +82,25 @@ class CopyProgram(Action):
         host.fsync_dir(self.path.parent)
 
 
+def why_no_link(host: Host) -> str:
+    """Why the command cannot be put on PATH; empty when it can, or is there."""
+    if host.is_link(LINK) and host.readlink(LINK) == str(COMMAND):
+        return ""
+    return why_unwritable(host, LINK.parent)
+
+
 def plan_program(work: Work, archive: str) -> list[Action]:
-    """The copy and the link; nothing when both are there."""
+    """The copy and the links; nothing when they are there. Where the command's link cannot be made, all but that."""
     digest = _archive_digest(archive)
     name = f"{__version__}-{digest.partition(':')[2][:12]}"
     path = PROGRAMS / name / "stratum.pyz"
     actions: list[Action] = []
     if not work.receipt.owns(path):
         actions = [*plan_directory(work.host, path.parent), CopyProgram(archive, path, digest)]
-    return actions + plan_link(work, LINK, str(path))
+    # In a dry run the directory of the link is still to be made, by the actions before it.
+    planned = set(actions)
+    actions += [action for action in plan_link(work, CURRENT, name) if action not in planned]
+    return actions if why_no_link(work.host) else actions + plan_link(work, LINK, str(COMMAND))
 
 
 def supervisor_argv(host: Host) -> list[str]:
@@ -87,7 +112,7 @@ def supervisor_argv(host: Host) -> list[str]:
     interpreter = SYSTEM_PYTHON
     if host.live and not _same_release(host):
         interpreter = os.path.realpath(sys.executable)
-    return [interpreter, "-IS", str(LINK), "up", "--supervise"]
+    return [interpreter, "-IS", str(COMMAND), "up", "--supervise"]
 
 
 def _same_release(host: Host) -> bool:

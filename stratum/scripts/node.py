@@ -59,7 +59,7 @@ def needs(context: Context, placement: Placement) -> list[Need]:
     size, inodes = placement.component_space()
     # The version has each file under a second name, which takes an inode on some file systems (tmpfs).
     names = inodes + _PLACES if inodes else 0
-    fresh = context.archive is not None and not context.host.lexists(program.LINK)
+    fresh = context.archive is not None and not context.host.lexists(program.CURRENT)
     return [
         Need(COMPONENTS, size, inodes + names),
         Need(program.PROGRAMS, os.stat(context.archive).st_size if fresh and context.archive else 0, 0),
@@ -205,4 +205,5 @@ def print_running(context: Context, stack: Stack) -> None:
     out = context.out
     out.result(f"running: {record.bundle} {record.version}")
     out.result("  " + ", ".join(f"{name} {number}" for name, number, _ in record.components))
-    out.result(f"  containerd at {containerd.ADDRESS}; try: stratum exec ctr version")
+    command = program.COMMAND if program.why_no_link(context.host) else "stratum"
+    out.result(f"  containerd at {containerd.ADDRESS}; try: {command} exec ctr version")

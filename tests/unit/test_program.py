@@ -6,17 +6,18 @@ import os
 import stat
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 from stratum import __version__
 from stratum.errors import StratumError
 from stratum.host import program
-from stratum.host.program import CopyProgram, plan_program, supervisor_argv
+from stratum.host.program import CopyProgram, plan_program, supervisor_argv, why_no_link
 from stratum.journal import Journal
 from stratum.receipt import Receipt
 from stratum.steps import Action, Work
-from stratum.system import Host
+from stratum.system import Host, HostPath, PathLike
 from tests.bundles import snapshot
 from tests.fakes import FaultHost, Killed, MachineHost, make_tree
 
@@ -49,7 +50,11 @@ def install(work: Work, archive: Path) -> list[Action]:
 
 
 def installed(root: Path) -> Path:
-    return root / os.readlink(root / "usr/local/bin/stratum")[1:]
+    """The copy that the unit runs and, through the same link, the command on PATH."""
+    chosen = root / "opt/stratum/pyz/current"
+    assert "/" not in os.readlink(chosen), "a relative link holds in a tree as well"
+    assert os.readlink(root / "usr/local/bin/stratum") == "/opt/stratum/pyz/current/stratum.pyz"
+    return chosen.parent / os.readlink(chosen) / "stratum.pyz"
 
 
 def test_the_copy_is_whole_executable_and_behind_the_link(root: Path, archive: Path) -> None:
@@ -93,6 +98,47 @@ def test_a_damaged_copy_is_put_back(root: Path, archive: Path, damage: str) -> N
     assert path.read_bytes() == archive.read_bytes()
     assert not path.is_symlink()
     assert (root / "etc/hostname").read_text() == "node\n"
+
+
+def read_only(host: FaultHost, place: str) -> None:
+    """Let ``place`` look as if it were mounted read-only, and refuse what is written there."""
+    real = host.statvfs
+
+    def statvfs(path: PathLike) -> os.statvfs_result:
+        if HostPath(place) in (HostPath(str(path)), *HostPath(str(path)).parents):
+            return SimpleNamespace(f_flag=os.ST_RDONLY)  # type: ignore[return-value]
+        return real(path)
+
+    host.statvfs = statvfs  # type: ignore[method-assign]
+
+
+def test_with_a_read_only_usr_all_is_made_but_the_command_and_a_later_run_makes_that(root: Path, archive: Path) -> None:
+    work = make_work(root)
+    assert isinstance(work.host, FaultHost)
+    read_only(work.host, "/usr")
+    install(work, archive)
+    assert why_no_link(work.host) == "on a read-only file system"
+    assert not (root / "usr/local/bin/stratum").exists()
+    assert work.receipt.get("/usr/local/bin/stratum") is None
+    assert (root / supervisor_argv(work.host)[2][1:]).read_bytes() == archive.read_bytes()
+    assert install(work, archive) == []
+
+    work = make_work(root)
+    (action,) = install(work, archive)
+    assert action.describe() == "link /usr/local/bin/stratum -> /opt/stratum/pyz/current/stratum.pyz"
+    assert installed(root).read_bytes() == archive.read_bytes()
+    assert why_no_link(work.host) == ""
+
+
+def test_a_usr_that_became_read_only_takes_a_newer_program_all_the_same(root: Path, archive: Path) -> None:
+    install(make_work(root), archive)
+    archive.write_bytes(b"another build")
+    work = make_work(root)
+    assert isinstance(work.host, FaultHost)
+    read_only(work.host, "/usr")
+    assert why_no_link(work.host) == ""
+    install(work, archive)
+    assert (root / os.readlink(root / "usr/local/bin/stratum")[1:]).read_bytes() == b"another build"
 
 
 @pytest.mark.parametrize("kind", ["file", "link"])
@@ -160,7 +206,7 @@ def test_a_tree_is_started_by_its_own_python(root: Path) -> None:
     assert supervisor_argv(Host(str(root), {})) == [
         "/usr/bin/python3",
         "-IS",
-        "/usr/local/bin/stratum",
+        "/opt/stratum/pyz/current/stratum.pyz",
         "up",
         "--supervise",
     ]
