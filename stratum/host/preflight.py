@@ -282,6 +282,7 @@ CHECKS: Mapping[str, str] = {
     "unmanaged": "no containerd or kubelet that is not ours",
     "nm-cloud-setup": "nm-cloud-setup, which breaks container traffic, is not enabled",
     "architecture": "the bundle is for this machine",
+    "components": "the bundle has what every node needs",
     "signature": "a trusted key signed the bundle",
     "digests": "each blob of the bundle has its digest",
 }

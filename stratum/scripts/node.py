@@ -10,7 +10,7 @@ from stratum.bundle.images import IMAGES_DIRECTORY
 from stratum.bundle.oci import Description
 from stratum.bundle.place import COMPONENTS, Placement, component_dir
 from stratum.bundle.verify import VerifiedBundle
-from stratum.errors import StratumError
+from stratum.errors import BundleError, StratumError
 from stratum.host import persistence, program
 from stratum.host.preflight import Need
 from stratum.node import cni, containerd
@@ -124,14 +124,19 @@ def plan_version(work: Work, layout: Layout, record: VersionRecord) -> list[Acti
 
 def plan_configuration(work: Work, record: VersionRecord) -> list[Action]:
     """containerd's configuration, in the format of its release."""
+    return plan_file(work, containerd.CONFIG_PATH, containerd.render_config(containerd_version(record)))
+
+
+def containerd_version(record: VersionRecord) -> str:
+    """The version of containerd, without which there is no node; raises :class:`BundleError`."""
     version = record.component_version("containerd")
     if version is None:
-        raise StratumError(
+        raise BundleError(
             "no-containerd",
             f"bundle {record.bundle} {record.version} has no component called containerd",
             hint="every bundle needs one; see the definitions that come with Stratum",
         )
-    return plan_file(work, containerd.CONFIG_PATH, containerd.render_config(version))
+    return version
 
 
 def plan_network(work: Work, layout: Layout, plugins: tuple[str, ...]) -> list[Action]:

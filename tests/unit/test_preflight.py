@@ -16,7 +16,7 @@ from stratum.cli import build_parser
 from stratum.host import preflight
 from stratum.host.preflight import REJECT, WARN, Finding, Need, check_host, detect_unmanaged
 from stratum.system import Host, HostPath, PathLike
-from tests.bundles import snapshot
+from tests.bundles import Entry, Part, directory, snapshot
 from tests.fakes import Desk, MachineHost, make_tree, node_publisher
 
 GIB = 1 << 30
@@ -484,6 +484,15 @@ def test_a_bundle_for_another_architecture_is_a_finding(desk: Desk, machine: Mac
     status, document = run(desk, machine, "--bundle", str(bundle))
     assert status == 10
     assert [finding["check"] for finding in document["findings"]] == ["architecture"]
+
+
+def test_a_bundle_that_makes_no_node_is_a_finding(desk: Desk, machine: MachineHost) -> None:
+    bundle = node_publisher(parts=[Part("tool", [directory("bin"), Entry("bin/tool", b"x")])]).build()
+    status, document = run(desk, machine, "--bundle", str(desk.bundle(bundle)))
+    assert status == 10
+    (finding,) = document["findings"]
+    assert (finding["check"], "no component called containerd" in finding["message"]) == ("components", True)
+    assert document["bundle"] == "no bundle"
 
 
 def test_without_a_bundle_the_host_alone_is_checked(desk: Desk, machine: MachineHost) -> None:

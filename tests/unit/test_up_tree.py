@@ -17,9 +17,10 @@ from typing import Any, Callable, Optional
 
 import pytest
 
+from stratum.bundle.oci import Platform
 from stratum.errors import ExitCode, StratumError
 from stratum.system import Host
-from tests.bundles import Bundle, Entry, Part, Publisher, directory, flipped, snapshot, symlink
+from tests.bundles import AMD64, ARM64, Bundle, Entry, Part, Publisher, directory, flipped, snapshot, symlink
 from tests.fakes import Desk, FaultHost, Killed, make_tree, node_publisher, relative
 from tests.unit.conftest import interpreters
 
@@ -401,9 +402,13 @@ BAD: dict[str, tuple[Callable[[], Bundle], ExitCode]] = {
     "a device": (lambda: _evil([Entry("bin/null", flag=b"3")], files=[]), ExitCode.BUNDLE_MALFORMED),
     "twice the same name": (lambda: _evil([Entry("bin/x", b"1"), Entry("bin/x", b"2")]), ExitCode.BUNDLE_MALFORMED),
     "no platform of ours": (lambda: node_publisher(platforms=()).build(), ExitCode.BUNDLE_MALFORMED),
+    "another machine": (
+        lambda: node_publisher(platforms=tuple({AMD64, ARM64} - {Platform.of_machine(Host().machine())})).build(),
+        ExitCode.HOST_REFUSED,
+    ),
     "no containerd": (
         lambda: node_publisher(parts=[Part("tool", [directory("bin"), Entry("bin/tool", b"x")])]).build(),
-        ExitCode.FAILED,
+        ExitCode.BUNDLE_MALFORMED,
     ),
     "a containerd too old": (
         lambda: node_publisher(parts=[Part("containerd", [Entry("bin/containerd", b"x")], version="1.5.0")]).build(),
