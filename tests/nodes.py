@@ -111,6 +111,7 @@ class Answer:
     status: int
     text: str
     error: Optional[StratumError]
+    said: str = ""  # on standard error
 
 
 @dataclass
@@ -175,7 +176,7 @@ class Lab:
             return Answer(int(error.exit_code), "", error)
         except OSError as error:
             return Answer(int(ExitCode.FAILED), "", system_error(error))
-        return Answer(ran.status, ran.text, None)
+        return Answer(ran.status, ran.text, None, ran.err.getvalue())
 
 
 @contextlib.contextmanager

@@ -25,6 +25,7 @@ from stratum.scripts import stack as stack_script
 from stratum.scripts import supervise
 from stratum.scripts.choice import add_bundle_arguments, open_trusted
 from stratum.scripts.context import Context, add_dry_run, add_output, add_root
+from stratum.scripts.overwrites import warn_overwrites
 from stratum.scripts.recover import recover
 from stratum.scripts.run import announce, ignore_signals, load_work, perform, report
 from stratum.scripts.target import Target, check_preflight, target_of_bundle, target_of_version
@@ -71,12 +72,19 @@ def check_version(layout: Layout, target: Target) -> None:
 
 
 def check_places(context: Context, work: Work, layout: Layout, target: Target) -> None:
-    """Somebody else's file at a place of ours is met here, before the first change; raises :class:`StratumError`."""
-    node_script.plan_configuration(work, target.record)
-    node_script.plan_network(work, layout, target.plugins)
-    node_script.plan_units(work, layout)
-    node_script.plan_program(context, work)
-    persistence.plan_enablement(work)
+    """Somebody else's file at a place of ours is met here, before the first change; raises :class:`StratumError`.
+
+    What somebody changed in a file of ours will be gone, so each such file is named.
+    """
+    actions = [
+        *node_script.plan_modes(work),
+        *node_script.plan_configuration(work, target.record),
+        *node_script.plan_network(work, layout, target.plugins),
+        *node_script.plan_units(work, layout),
+        *node_script.plan_program(context, work),
+        *persistence.plan_enablement(work),
+    ]
+    warn_overwrites(context, work, actions, versions=[layout.version_dir(target.record.version)])
 
 
 def build_steps(context: Context, work: Work, stack: Stack, target: Target) -> list[Step]:
@@ -84,6 +92,7 @@ def build_steps(context: Context, work: Work, stack: Stack, target: Target) -> l
     layout, record, live = stack.layout, target.record, context.host.live
     steps = [
         Step("state", "record the data directories", lambda: node_script.plan_state(work)),
+        Step("modes", "put back modes that were changed", lambda: node_script.plan_modes(work)),
         Step("unpack", "verify and unpack the bundle", lambda: node_script.plan_unpack(context, target.placement)),
         Step("version", "link the version's files", lambda: node_script.plan_version(work, layout, record)),
         Step("configure", "write containerd's configuration", lambda: node_script.plan_configuration(work, record)),

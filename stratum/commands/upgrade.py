@@ -58,6 +58,7 @@ def prepare_steps(context: Context, work: Work, layout: Layout, target: Target) 
     record = target.record
     return [
         Step("state", "record the data directories", lambda: node_script.plan_state(work)),
+        Step("modes", "put back modes that were changed", lambda: node_script.plan_modes(work)),
         Step("unpack", "verify and unpack the bundle", lambda: node_script.plan_unpack(context, target.placement)),
         Step("version", "link the version's files", lambda: node_script.plan_version(work, layout, record)),
         Step("check", "see that the new programs run", lambda: switch.plan_check(work, layout, record.version)),

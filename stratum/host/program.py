@@ -34,6 +34,7 @@ COMMAND = CURRENT / "stratum.pyz"
 LINK = HostPath("/usr/local/bin/stratum")  # for people
 SYSTEM_PYTHON = "/usr/bin/python3"
 _CHUNK = 1 << 20
+_MODE = 0o755
 
 
 def _archive_digest(archive: str) -> str:
@@ -61,11 +62,11 @@ class CopyProgram(Action):
     def perform(self, work: Work) -> None:
         """Record it, copy it under a hidden name, sync, rename. Raises OSError, :class:`StratumError`."""
         host = work.host
-        work.receipt.record(Entry(self.path, "file", (self.digest,)))
+        work.receipt.record(Entry(self.path, "file", (self.digest,), _MODE))
         temporary = host.temporary_name(self.path)
         try:
             digest = hashlib.sha256()
-            with open(self.archive, "rb") as source, host.open_new(temporary, 0o755) as target:
+            with open(self.archive, "rb") as source, host.open_new(temporary, _MODE) as target:
                 for chunk in iter(lambda: source.read(_CHUNK), b""):
                     digest.update(chunk)
                     target.write(chunk)

@@ -22,7 +22,7 @@ from stratum.node.versions import VersionRecord, assemble, differences, read_rec
 from stratum.receipt import STATE_DIRECTORY, Entry
 from stratum.scripts.context import Context
 from stratum.staging import OWN_ROOT
-from stratum.steps import Action, Call, Command, PlaceLink, Work, plan_directory, plan_file, withdraw
+from stratum.steps import Action, Call, Command, PlaceLink, SetMode, Work, plan_directory, plan_file, withdraw
 from stratum.system import HostPath
 
 # Directories that fill while the node runs; whatever is in them is Stratum's to remove.
@@ -86,6 +86,16 @@ def _runtime_entries() -> list[Entry]:
     outside = [path for path in made if not any(tree in (path, *path.parents) for tree in DATA_TREES)]
     leaves = [path for path in outside if not any(path in other.parents for other in made)]
     return [Entry(path, "tree" if path in leaves else "directory") for path in outside]
+
+
+def plan_modes(work: Work) -> list[Action]:
+    """Give the files of versions, components and the program their modes again; one file may have several names."""
+    actions: dict[tuple[int, int], Action] = {}
+    for entry in work.receipt:
+        if OWN_ROOT in entry.path.parents and entry.mode is not None and work.receipt.changed_mode(entry) is not None:
+            info = work.host.lstat(entry.path)
+            actions.setdefault((info.st_dev, info.st_ino), SetMode(entry.path, entry.mode))
+    return list(actions.values())
 
 
 def plan_unpack(context: Context, placement: Optional[Placement]) -> list[Action]:

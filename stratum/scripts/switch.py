@@ -21,6 +21,7 @@ from stratum.scripts import images as image_script
 from stratum.scripts import node as node_script
 from stratum.scripts import stack as stack_script
 from stratum.scripts.context import Context
+from stratum.scripts.overwrites import warn_overwrites
 from stratum.steps import Action, Call, Step, Work
 from stratum.systemd import journal_tail
 
@@ -75,8 +76,19 @@ def switch_plan(
     context: Context, work: Work, stack: Stack, record: VersionRecord, plugins: tuple[str, ...]
 ) -> Sequence[Step]:
     """The steps of the switch, for a dry run; ``plugins`` are the CNI plugins of the version."""
+    _warn_overwrites(context, work, stack, record, plugins)
     backend = stack_script.make_backend(work, stack, record=record, plugins=plugins)
     return backend.switch_steps(record.version, functools.partial(_wait_ready, context, work, stack, record))
+
+
+def _warn_overwrites(
+    context: Context, work: Work, stack: Stack, record: VersionRecord, plugins: tuple[str, ...]
+) -> None:
+    actions = [
+        *node_script.plan_configuration(work, record),
+        *node_script.plan_network(work, stack.layout, plugins),
+    ]
+    warn_overwrites(context, work, actions)
 
 
 def switch_version(context: Context, work: Work, stack: Stack, record: VersionRecord, *, name: str) -> Performed:
@@ -89,6 +101,7 @@ def switch_version(context: Context, work: Work, stack: Stack, record: VersionRe
     backend = stack_script.make_backend(work, stack, record=record, previous=previous, warn=context.out.warn)
     performed: Performed = []
     going_back: list[BaseException] = []
+    _warn_overwrites(context, work, stack, record, stack.layout.plugins(record.version))
 
     def note(step: Step, actions: Sequence[Action]) -> None:
         context.out.note(f"{step.name}: {step.summary}")

@@ -157,10 +157,16 @@ def test_up_puts_back_what_is_missing_or_damaged(running: MachineNode) -> None:
     program = "/opt/stratum/node/1.0/bin/runc"
     # The file of the version is a hard link to the component's: writing into it damages both.
     machine.sh(f"rm /opt/cni/bin/vlan /etc/cni/net.d/10-stratum.conflist; echo x >>{program}; chmod 600 {program}")
+    configuration, client = "/etc/stratum/containerd/config.toml", "/opt/stratum/node/1.0/bin/ctr"
+    machine.sh(f"echo '# mine' >>{configuration}; chmod 600 {client}")
     drift = running.json("status", check=False)["drift"]
     named = {line.split(":")[0] for line in drift}
-    assert named >= {"/opt/cni/bin/vlan", "/etc/cni/net.d/10-stratum.conflist", program}
-    running.stratum("up")
+    assert named >= {"/opt/cni/bin/vlan", "/etc/cni/net.d/10-stratum.conflist", program, configuration}
+    assert f"{client}: mode 0600, was 0755" in drift
+    done = running.stratum("up")
+    # What somebody changed is named before it is gone; what was only missing is no loss.
+    warned = {line.split(": ")[2] for line in done.stderr.splitlines() if ": warning: " in line}
+    assert warned == {program, configuration, client}
     assert installed(snapshot(machine)) == before
     assert running.json("status")["drift"] == []
     assert machine.run(["/opt/stratum/node/current/bin/runc", "--version"]).stdout.startswith("runc version")

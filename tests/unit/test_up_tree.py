@@ -534,6 +534,9 @@ DAMAGE: dict[str, Callable[[Path], object]] = {
     "an image blob cut short": lambda root: _cut(max((root / "var/lib/stratum/images/blobs/sha256").iterdir())),
     "the images gone": lambda root: shutil.rmtree(root / "var/lib/stratum/images"),
     "a mode changed": lambda root: (root / "etc/systemd/system/stratum.service").chmod(0o600),
+    "the mode of a program changed": lambda root: (root / "opt/stratum/node/1.0.0/bin/ctr").chmod(0o4644),
+    "the mode of the version's record changed": lambda root: (root / "opt/stratum/node/1.0.0/bundle.json").chmod(0o600),
+    "the mode of the pyz changed": lambda root: next(root.glob("opt/stratum/pyz/*-*/stratum.pyz")).chmod(0),
 }
 
 
@@ -553,6 +556,63 @@ def test_up_puts_back_what_is_missing_or_damaged(
     assert "nothing to do" not in ran.text
     assert content(root) == whole
     assert desk.up(fast(root), good).text == "nothing to do\n"
+
+
+OURS = {
+    "/etc/stratum/containerd/config.toml": _append,
+    "/etc/systemd/system/stratum.service": _append,
+    "/etc/systemd/system/stratum-containerd.service.d/10-path.conf": _append,
+    "/etc/cni/net.d/10-stratum.conflist": _append,
+    "/usr/local/bin/stratum": _replace,
+    "/opt/stratum/node/1.0.0/bin/ctr": _replace,
+    "/etc/systemd/system/stratum-containerd.service": lambda path: path.chmod(0o600),
+    "/opt/stratum/node/1.0.0/bin/containerd": lambda path: path.chmod(0o700),
+}
+
+
+@pytest.mark.parametrize("name", OURS)
+def test_a_file_of_ours_that_somebody_changed_is_named_before_it_is_put_right(
+    desk: Desk, root: Path, good: Path, name: str
+) -> None:
+    desk.up(fast(root), good)
+    whole = content(root)
+    OURS[name](root / name[1:])
+    changed = snapshot(root)
+    dry = desk.up(fast(root), good, "--dry-run").err.getvalue()
+    assert snapshot(root) == changed
+    real = desk.up(fast(root), good).err.getvalue()
+    for said in (dry, real):
+        (warning,) = [line for line in said.splitlines() if "warning" in line]
+        assert f"{name}: somebody changed" in warning and "put back" in warning
+    assert content(root) == whole
+    assert "warning" not in desk.up(fast(root), good).err.getvalue()
+
+
+def test_a_file_of_ours_that_is_only_missing_is_put_back_without_a_warning(desk: Desk, root: Path, good: Path) -> None:
+    desk.up(fast(root), good)
+    (root / "etc/stratum/containerd/config.toml").unlink()
+    assert "warning" not in desk.up(fast(root), good).err.getvalue()
+
+
+def test_a_mode_that_somebody_changed_is_put_back_without_the_bundle(desk: Desk, root: Path, good: Path) -> None:
+    desk.up(fast(root), good)
+    good.unlink()
+    program = root / "opt/stratum/node/1.0.0/bin/containerd"
+    before = program.stat()
+    program.chmod(0o600)
+    assert "set the mode of" in desk.run(fast(root), "up", "--dry-run").text
+    assert desk.run(fast(root), "up").status == ExitCode.DONE
+    after = program.stat()
+    assert (after.st_mode, after.st_ino) == (before.st_mode, before.st_ino), "the very file, as it may be running"
+
+
+def test_a_file_whose_mode_somebody_changed_goes_with_an_uninstall(desk: Desk, root: Path, good: Path) -> None:
+    before = snapshot(root)
+    desk.up(fast(root), good)
+    (root / "etc/systemd/system/stratum.service").chmod(0o600)
+    (root / "opt/stratum/node/1.0.0/bin/containerd").chmod(0o600)
+    assert "left" not in desk.run(fast(root), "uninstall").text
+    assert snapshot(root) == before
 
 
 # -- a process that dies --------------------------------------------------------------------------------
