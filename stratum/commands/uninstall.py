@@ -20,6 +20,7 @@ from stratum.node import cni, containerd
 from stratum.node.layout import Layout
 from stratum.node.stack import UNITS, Stack
 from stratum.node.traces import plan_traces
+from stratum.node.units import drop_in_dir
 from stratum.receipt import STATE_DIRECTORY
 from stratum.removal import Removal, plan_removal
 from stratum.scripts import stack as stack_script
@@ -160,7 +161,9 @@ def uninstall(context: Context, work: Work, *, keep_data: bool, dry_run: bool) -
     released: list[HostPath] = []
     if dry_run and context.host.live:
         released = [persistence.ENABLEMENT, *(item.path for item in cni.read_attachments(context.host))]
-    removal = plan_removal(work, keep=(containerd.DATA_ROOT,) if keep_data else (), released=released)
+    drop_ins = [drop_in_dir(unit) for unit in (persistence.UNIT, *UNITS)]
+    keep = (containerd.DATA_ROOT,) if keep_data else ()
+    removal = plan_removal(work, keep=keep, released=released, attached=drop_ins)
     try:
         deleted = perform(context, work, "uninstall", delete_steps(context, removal), dry_run=dry_run)
     except StratumError as error:

@@ -109,6 +109,9 @@ def test_a_file_that_somebody_changed_stays_and_is_named(bare: MachineNode, befo
         f"echo '# mine' >>{configuration}; ln -sfn /usr/bin/true {link}; touch /opt/stratum/node/1.0/bin/mine;"
         "mkdir -p /opt/stratum/mine; echo x >/opt/stratum/mine/file"
     )
+    drop_ins = [f"/etc/systemd/system/{unit}.service.d" for unit in ("stratum", "stratum-containerd")]
+    for directory in drop_ins:
+        bare.machine.write(f"{directory}/50-mine.conf", "[Service]\nNice=1\n")
     plan = bare.json("uninstall", "--dry-run")
     done = bare.stratum("uninstall")
     left = {item["path"]: item["why"] for item in plan["left"]}
@@ -116,13 +119,15 @@ def test_a_file_that_somebody_changed_stays_and_is_named(bare: MachineNode, befo
     assert left[configuration] == left[link] == "changed since Stratum wrote it"
     assert left["/opt/stratum/node/1.0/bin"] == "holds what is not Stratum's: mine"
     assert "mine" in left["/opt/stratum"]
+    assert all(left[directory] == "holds what is not Stratum's: 50-mine.conf" for directory in drop_ins)
     assert bare.machine.read(configuration).endswith("# mine\n")
     assert bare.machine.run(["readlink", link]).stdout == "/usr/bin/true\n"
     after = snapshot(bare.machine)["files"]
     assert {path for path in after if path not in before["files"]} == {*left, *(
         "/opt/stratum/mine", "/opt/stratum/mine/file", "/opt/stratum/node/1.0/bin/mine"
-    )}
-    bare.machine.sh("rm -r /etc/stratum/containerd /opt/cni /opt/stratum")
+    ), *(f"{directory}/50-mine.conf" for directory in drop_ins)}
+    bare.machine.run(["rm", "-r", "/etc/stratum/containerd", "/opt/cni", "/opt/stratum", *drop_ins])
+    bare.machine.run(["systemctl", "daemon-reload"])
 
 
 def test_a_drop_in_of_the_admin_is_shown_and_kept(bare: MachineNode, before: Snapshot) -> None:

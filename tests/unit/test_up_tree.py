@@ -269,6 +269,35 @@ def test_files_that_others_put_into_our_directories_stay(desk: Desk, root: Path,
     assert not (root / "opt/stratum/node/1.0.0/bin/ctr").exists()
 
 
+@pytest.mark.parametrize("when", ["before", "after"])
+def test_drop_ins_of_the_admin_stay_and_are_named(desk: Desk, root: Path, good: Path, when: str) -> None:
+    """Whoever made their directory: that of the supervisor's unit is never ours."""
+    places = [f"/etc/systemd/system/{unit}.service.d" for unit in ("stratum", "stratum-containerd")]
+
+    def write() -> None:
+        for place in places:
+            (root / place[1:]).mkdir(parents=True, exist_ok=True)
+            (root / place[1:] / "50-mine.conf").write_text("[Service]\nNice=1\n")
+
+    if when == "before":
+        write()
+    before = snapshot(root)
+    desk.up(fast(root), good)
+    if when == "after":
+        write()
+    dry = json.loads(desk.run(fast(root), "uninstall", "--dry-run", "--output", "json").text)
+    expected = dict.fromkeys(places, "holds what is not Stratum's: 50-mine.conf")
+    assert {item["path"]: item["why"] for item in dry["left"]} == expected
+    text = desk.run(fast(root), "uninstall").text
+    assert {line for line in text.splitlines() if line.startswith("left")} == {
+        f"left: {path}: {why}" for path, why in expected.items()
+    }
+    if when == "before":
+        assert snapshot(root) == before
+    for place in places:
+        assert (root / place[1:] / "50-mine.conf").read_text() == "[Service]\nNice=1\n"
+
+
 def test_a_directory_turned_into_a_link_is_not_followed(desk: Desk, root: Path, good: Path) -> None:
     desk.up(fast(root), good)
     shutil.move(str(root / "opt/stratum/node"), str(root / "srv"))
