@@ -22,7 +22,7 @@ from stratum.removal import plan_removal
 from stratum.scripts import images as image_script
 from stratum.scripts import node as node_script
 from stratum.scripts import stack as stack_script
-from stratum.scripts import supervise
+from stratum.scripts import supervise, switch
 from stratum.scripts.choice import add_bundle_arguments, open_trusted
 from stratum.scripts.context import Context, add_dry_run, add_output, add_root
 from stratum.scripts.overwrites import warn_overwrites
@@ -98,7 +98,7 @@ def build_steps(context: Context, work: Work, stack: Stack, target: Target) -> l
         Step("configure", "write containerd's configuration", lambda: node_script.plan_configuration(work, record)),
         Step("network", "write the container network", lambda: node_script.plan_network(work, layout, target.plugins)),
         Step("units", "write the units", lambda: node_script.plan_units(work, layout)),
-        Step("program", "put stratum in its place", lambda: node_script.plan_program(context, work)),
+        Step("program", "put stratum in its place", lambda: switch.plan_program(context, work)),
         Step("activate", "make the version current", lambda: node_script.plan_activate(work, layout, record)),
     ]
     if live:
@@ -106,7 +106,11 @@ def build_steps(context: Context, work: Work, stack: Stack, target: Target) -> l
         steps += stack_script.start_steps(work, stack)
         steps += image_script.import_steps(context, stack, record)
         steps.append(Step("history", "note what is active", lambda: node_script.plan_history(work, record)))
-    return [*steps, Step("enable", "start at boot", lambda: persistence.plan_enablement(work))]
+    return [
+        *steps,
+        Step("enable", "start at boot", lambda: persistence.plan_enablement(work)),
+        Step("tidy", "remove old copies of stratum", lambda: node_script.plan_old_programs(context, work)),
+    ]
 
 
 def _bring_up(context: Context, arguments: argparse.Namespace, work: Work, stack: Stack) -> Outcome:

@@ -78,7 +78,10 @@ def upgrade(context: Context, arguments: argparse.Namespace, work: Work, stack: 
         outcome.performed += run_steps(work, steps, dry_run=True, on_step=announce(context, True)).performed
     else:
         outcome.performed += switch.switch_version(context, work, stack, record, name="upgrade")
-    program = [Step("program", "put stratum in its place", lambda: switch.plan_program(context, work))]
+    program = [
+        Step("program", "put stratum in its place", lambda: switch.plan_program(context, work)),
+        Step("tidy", "remove old copies of stratum", lambda: node_script.plan_old_programs(context, work)),
+    ]
     outcome.performed += perform(context, work, "program", program, dry_run=dry_run).performed
     return outcome
 

@@ -5,6 +5,7 @@ The unit goes by that link and not by the command on PATH: /usr may be read-only
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import os
 import sys
@@ -13,8 +14,8 @@ from dataclasses import dataclass
 from stratum import __version__
 from stratum.errors import StratumError
 from stratum.host.places import why_unwritable
-from stratum.receipt import Entry
-from stratum.steps import Action, Work, plan_directory, plan_link
+from stratum.receipt import Condition, Entry
+from stratum.steps import Action, Call, RemoveDirectory, Work, plan_directory, plan_link, withdraw
 from stratum.system import Host, HostPath
 
 __all__ = [
@@ -24,6 +25,7 @@ __all__ = [
     "PROGRAMS",
     "CopyProgram",
     "plan_program",
+    "plan_prune",
     "supervisor_argv",
     "why_no_link",
 ]
@@ -43,6 +45,11 @@ def _archive_digest(archive: str) -> str:
         for chunk in iter(lambda: file.read(_CHUNK), b""):
             digest.update(chunk)
     return f"sha256:{digest.hexdigest()}"
+
+
+def _name(digest: str) -> str:
+    """The directory of a copy: version and content, so that every build has its own."""
+    return f"{__version__}-{digest.partition(':')[2][:12]}"
 
 
 @dataclass(frozen=True)
@@ -93,7 +100,7 @@ def why_no_link(host: Host) -> str:
 def plan_program(work: Work, archive: str) -> list[Action]:
     """The copy and the links; nothing when they are there. Where the command's link cannot be made, all but that."""
     digest = _archive_digest(archive)
-    name = f"{__version__}-{digest.partition(':')[2][:12]}"
+    name = _name(digest)
     path = PROGRAMS / name / "stratum.pyz"
     actions: list[Action] = []
     if not work.receipt.owns(path):
@@ -102,6 +109,38 @@ def plan_program(work: Work, archive: str) -> list[Action]:
     planned = set(actions)
     actions += [action for action in plan_link(work, CURRENT, name) if action not in planned]
     return actions if why_no_link(work.host) else actions + plan_link(work, LINK, str(COMMAND))
+
+
+def plan_prune(work: Work, archive: str) -> list[Action]:
+    """Remove the copies older than the one before ``archive``, which is or will be the one in use.
+
+    One stays to go back to, and because the supervisor may still be running from it. A copy that somebody changed
+    stays as well.
+    """
+    keep = {_name(_archive_digest(archive))}
+    if work.host.is_link(LINK):
+        # Not through the other link, if an older release made it.
+        keep.add(HostPath(work.host.readlink(LINK)).parent.name)
+    chosen = work.receipt.get(CURRENT)
+    before = [name for name in (chosen.contents if chosen else ()) if name not in keep]
+    keep |= set([name for name in before if work.receipt.owns(PROGRAMS / name / "stratum.pyz")][-1:])
+    actions: list[Action] = []
+    for entry in work.receipt:
+        if entry.kind != "directory" or entry.path.parent != PROGRAMS or entry.path.name in keep:
+            continue
+        copy = work.receipt.get(entry.path / "stratum.pyz")
+        if copy is None or work.receipt.condition(copy) != Condition.CHANGED:
+            remove = functools.partial(_remove, work, entry.path)
+            actions.append(Call("remove program", str(entry.path), remove))
+    return actions
+
+
+def _remove(work: Work, directory: HostPath) -> None:
+    withdraw(work, directory / "stratum.pyz")
+    RemoveDirectory(directory).perform(work)
+    if not work.host.lexists(directory):
+        work.host.fsync_dir(directory.parent)
+        work.receipt.forget(directory)
 
 
 def supervisor_argv(host: Host) -> list[str]:

@@ -196,6 +196,11 @@ def plan_program(context: Context, work: Work) -> list[Action]:
     return program.plan_program(work, context.archive)
 
 
+def plan_old_programs(context: Context, work: Work) -> list[Action]:
+    """Remove the copies of the pyz that nothing will go back to."""
+    return program.plan_prune(work, context.archive) if context.archive else []
+
+
 def plan_activate(work: Work, layout: Layout, record: VersionRecord) -> list[Action]:
     """Turn the link to the version."""
     if layout.current() == record.version:

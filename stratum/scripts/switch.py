@@ -11,6 +11,7 @@ from typing import Callable, Optional
 
 from stratum.errors import CommandError, StratumError
 from stratum.host import persistence
+from stratum.host.program import CURRENT
 from stratum.node.backend import UpgradeError
 from stratum.node.history import note_activation
 from stratum.node.layout import Layout
@@ -22,7 +23,7 @@ from stratum.scripts import node as node_script
 from stratum.scripts import stack as stack_script
 from stratum.scripts.context import Context
 from stratum.scripts.overwrites import warn_overwrites
-from stratum.steps import Action, Call, Step, Work
+from stratum.steps import Action, Call, PlaceLink, Step, Work
 from stratum.systemd import journal_tail
 
 __all__ = ["check_programs", "plan_check", "plan_program", "recover_switch", "switch_plan", "switch_version"]
@@ -226,8 +227,10 @@ def recover_switch(context: Context, work: Work, stack: Stack, source: Optional[
 
 
 def plan_program(context: Context, work: Work) -> list[Action]:
-    """Put the pyz that runs in its place, and let the supervisor run it."""
+    """Put the pyz that runs in its place, and let a supervisor that runs go on with it."""
     actions = node_script.plan_program(context, work)
-    if actions and persistence.installed(context.host):
+    # The link on PATH is for people: making that one changes nothing that runs.
+    turned = any(isinstance(item, PlaceLink) and item.path == CURRENT for item in actions)
+    if turned and persistence.active(context.host):
         actions.append(Call("restart", persistence.UNIT, lambda: persistence.restart(context.host)))
     return actions

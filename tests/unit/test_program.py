@@ -13,7 +13,7 @@ import pytest
 from stratum import __version__
 from stratum.errors import StratumError
 from stratum.host import program
-from stratum.host.program import CopyProgram, plan_program, supervisor_argv, why_no_link
+from stratum.host.program import CopyProgram, plan_program, plan_prune, supervisor_argv, why_no_link
 from stratum.journal import Journal
 from stratum.receipt import Receipt
 from stratum.steps import Action, Work
@@ -197,6 +197,95 @@ def test_the_plan_names_both_ends(root: Path, archive: Path) -> None:
     actions = plan_program(make_work(root), str(archive))
     copies = [action for action in actions if isinstance(action, CopyProgram)]
     assert [action.describe() for action in copies] == [f"copy {archive} -> {copies[0].path}"]
+
+
+# -- old ones -------------------------------------------------------------------------------------------
+
+
+def install_builds(work: Work, archive: Path, builds: str) -> list[Path]:
+    """Install a build for each letter, one after the other and without pruning; where each is."""
+    found = []
+    for letter in builds:
+        archive.write_text(f"build {letter}")
+        install(work, archive)
+        found.append(installed(Path(work.host.root)))
+    return found
+
+
+def prune(work: Work, archive: Path) -> list[Action]:
+    actions = plan_prune(work, str(archive))
+    for action in actions:
+        action.perform(work)
+    return actions
+
+
+@pytest.mark.parametrize(
+    ("builds", "kept"),
+    [("a", "a"), ("ab", "ab"), ("abc", "bc"), ("abcd", "cd"), ("aba", "ab"), ("abcb", "bc"), ("abca", "ac")],
+)
+def test_the_copy_in_use_and_the_one_before_it_stay(root: Path, archive: Path, builds: str, kept: str) -> None:
+    work = make_work(root)
+    places = dict(zip(builds, install_builds(work, archive, builds)))
+    planned = {action.describe() for action in plan_prune(make_work(root), str(archive))}
+    assert planned == {f"remove program /opt/stratum/pyz/{places[it].parent.name}" for it in set(builds) - set(kept)}
+    prune(work, archive)
+    assert {letter for letter, path in places.items() if path.exists()} == set(kept)
+    assert installed(root).read_text() == f"build {builds[-1]}"
+    names = {path.name for path in (root / "opt/stratum/pyz").iterdir()}
+    assert names == {"current", *(places[letter].parent.name for letter in kept)}
+    recorded = {entry.path.parent.name for entry in Receipt.load(work.host) if entry.path.name == "stratum.pyz"}
+    assert recorded == names - {"current"}
+    assert prune(make_work(root), archive) == []
+
+
+def test_the_plan_before_a_newer_copy_is_installed_is_what_is_done_after_it(root: Path, archive: Path) -> None:
+    work = make_work(root)
+    install_builds(work, archive, "ab")
+    archive.write_text("build c")
+    before = [action.describe() for action in plan_prune(work, str(archive))]
+    install(work, archive)
+    assert [action.describe() for action in plan_prune(work, str(archive))] == before != []
+
+
+def test_an_old_copy_that_somebody_changed_and_files_beside_one_stay(root: Path, archive: Path) -> None:
+    work = make_work(root)
+    first, second, *_ = install_builds(work, archive, "abcd")
+    first.write_text("mine")
+    (second.parent / "notes").write_text("mine")
+    prune(work, archive)
+    assert first.read_text() == "mine"
+    assert (second.parent / "notes").read_text() == "mine" and not second.exists()
+    assert work.receipt.get(f"/opt/stratum/pyz/{first.parent.name}/stratum.pyz") is not None
+
+
+def test_a_copy_that_the_command_still_leads_to_stays(root: Path, archive: Path) -> None:
+    """An earlier release made that link, and /usr is read-only by now."""
+    work = make_work(root)
+    first, *_ = install_builds(work, archive, "abc")
+    link = root / "usr/local/bin/stratum"
+    link.unlink()
+    link.symlink_to(f"/opt/stratum/pyz/{first.parent.name}/stratum.pyz")
+    prune(work, archive)
+    assert first.exists()
+
+
+def test_pruning_that_is_killed_at_any_change_is_finished_by_the_next(root: Path, archive: Path) -> None:
+    work = make_work(root)
+    install_builds(work, archive, "ab")
+    for number in range(100):
+        archive.write_text(f"build {number}")
+        install(make_work(root), archive)
+        killed = make_work(root, number)
+        try:
+            prune(killed, archive)
+        except Killed:
+            prune(make_work(root), archive)
+            assert len(list((root / "opt/stratum/pyz").iterdir())) == 3
+            assert all(killed.host.lexists(entry.path) for entry in Receipt.load(Host(str(root), {})))
+            continue
+        assert number > 2
+        return
+    pytest.fail("it never came to an end")
 
 
 # -- what runs it ---------------------------------------------------------------------------------------

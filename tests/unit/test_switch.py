@@ -505,6 +505,24 @@ def test_a_command_line_that_was_replaced_runs_no_more_after_up_put_it_right(lab
     assert b"OTHER" not in new.running[UNIT_CONTAINERD][2]
 
 
+@pytest.mark.parametrize("words", [("up",), UPGRADE], ids=["up", "upgrade"])
+def test_the_supervisor_goes_on_with_a_newer_program_and_is_left_alone_otherwise(
+    lab: Lab, old: FaultyMachine, words: tuple[str, ...]
+) -> None:
+    def restarts() -> int:
+        return sum("restart --no-block stratum.service" in line for line in old.commands)
+
+    assert lab.run(old, "up") == 0
+    assert restarts() == 0
+    before = lab.desk.archive.read_bytes()
+    lab.desk.archive.write_bytes(before + b"newer")
+    try:
+        assert lab.run(old, *words) == 0
+    finally:
+        lab.desk.archive.write_bytes(before)
+    assert restarts() == 1
+
+
 def test_files_that_somebody_added_to_a_version_do_not_matter(lab: Lab, new: FaultyMachine) -> None:
     place(new, BASE / "1.0/bin/mine").write_text("mine\n")
     assert lab.run(new, "rollback") == 0

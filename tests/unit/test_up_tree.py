@@ -644,6 +644,17 @@ def test_a_file_whose_mode_somebody_changed_goes_with_an_uninstall(desk: Desk, r
     assert snapshot(root) == before
 
 
+def test_up_by_a_newer_program_installs_it_and_leaves_only_the_one_before(desk: Desk, root: Path, good: Path) -> None:
+    for number in range(4):
+        desk.archive.write_text(f"build {number}")
+        dry = json.loads(desk.up(fast(root), good, "--dry-run", "--output", "json").text)
+        real = json.loads(desk.up(fast(root), good, "--output", "json").text)
+        assert real["changed"] and dry["steps"] == real["steps"]
+        found = {path.read_text() for path in root.glob("opt/stratum/pyz/*-*/stratum.pyz")}
+        assert found == {f"build {item}" for item in (number - 1, number) if item >= 0}
+        assert desk.up(fast(root), good).text == "nothing to do\n"
+
+
 # -- a process that dies --------------------------------------------------------------------------------
 
 
