@@ -14,7 +14,7 @@ from typing import Callable
 from stratum import lock, systemd
 from stratum.compiled import ROOT_PLACES
 from stratum.errors import ExitCode, StratumError
-from stratum.host import forwarding, masquerade, mounts, network, persistence
+from stratum.host import forwarding, masquerade, mounts, network, persistence, portchains
 from stratum.journal import JOURNAL_PATH
 from stratum.node import cni, containerd
 from stratum.node.layout import Layout
@@ -22,7 +22,7 @@ from stratum.node.stack import UNITS, Stack
 from stratum.node.traces import plan_traces
 from stratum.node.units import drop_in_dir
 from stratum.receipt import STATE_DIRECTORY
-from stratum.removal import Removal, plan_removal
+from stratum.removal import Left, Removal, plan_removal
 from stratum.scripts import stack as stack_script
 from stratum.scripts.context import Context, add_dry_run, add_output, add_root
 from stratum.scripts.recover import recover
@@ -30,6 +30,7 @@ from stratum.scripts.run import ignore_signals, load_work, perform, report
 from stratum.steps import Action, Call, Outcome, RemoveDirectory, RemoveFile, RemoveTree, Step, Work
 from stratum.system import HostPath
 
+PORT_CHAINS = f"{portchains.PREFIX}*"
 ROOTS = (HostPath("/opt/stratum"), STATE_DIRECTORY, HostPath("/run/stratum"))
 
 
@@ -93,9 +94,18 @@ def plan_disarm(context: Context) -> list[Action]:
     ]
 
 
-def plan_network(context: Context) -> list[Action]:
-    """Remove our bridge and our firewall table; the containers' own interfaces went with the containers."""
+def plan_port_chains(work: Work) -> tuple[list[Action], list[Left]]:
+    """What takes away the chains for published ports, as far as they are ours alone; and what of them stays."""
+    if work.receipt.get(cni.HOST_BIN_DIR / "portmap") is None:
+        return [], []
+    actions, left = portchains.plan_removal(work.host, cni.NETWORK, shared=cni.others_use_cni(work))
+    return actions, [Left(HostPath(PORT_CHAINS), why) for why in left]
+
+
+def plan_network(context: Context, work: Work) -> list[Action]:
+    """Remove our bridge and firewall rules; the containers' own interfaces and rules went with the containers."""
     actions = forwarding.plan_restore(context.host) + masquerade.plan_removal(context.host)
+    actions += plan_port_chains(work)[0]
     if not network.interface_exists(context.host, cni.BRIDGE):
         return actions
     return [*actions, Call("remove bridge", cni.BRIDGE, lambda: network.remove_bridge(context.host, cni.BRIDGE))]
@@ -120,7 +130,7 @@ def teardown_steps(context: Context, work: Work, stack: Stack) -> list[Step]:
         *stack_script.stop_steps(stack, tuple(reversed(UNITS)), containers=True, warn=context.out.warn),
         Step("traces", "remove what dead containers left in /run", lambda: plan_traces(context.host)),
         Step("unmount", "take away mounts below Stratum's directories", lambda: mounts.plan_unmount(work, ROOTS)),
-        Step("network", "remove the container bridge", lambda: plan_network(context)),
+        Step("network", "remove the container bridge", lambda: plan_network(context, work)),
         Step("stop-supervisor", "stop the supervisor", lambda: plan_stop_supervisor(context)),
     ]
 
@@ -164,6 +174,12 @@ def uninstall(context: Context, work: Work, *, keep_data: bool, dry_run: bool) -
     drop_ins = [drop_in_dir(unit) for unit in (persistence.UNIT, *UNITS)]
     keep = (containerd.DATA_ROOT,) if keep_data else ()
     removal = plan_removal(work, keep=keep, released=released, attached=drop_ins)
+    if context.host.live:
+        undone, staying = plan_port_chains(work)
+        # After the teardown none is left to do, unless somebody began to use them in that moment.
+        if not dry_run:
+            staying += [Left(HostPath(PORT_CHAINS), f"{item.subject}: in use by now") for item in undone]
+        removal.left += staying
     try:
         deleted = perform(context, work, "uninstall", delete_steps(context, removal), dry_run=dry_run)
     except StratumError as error:
