@@ -41,6 +41,26 @@ def test_a_second_up_changes_nothing_and_says_so(running: MachineNode) -> None:
     check_same(before, snapshot(running.machine))
 
 
+def test_a_newer_program_takes_over_and_only_the_one_before_it_stays(node: MachineNode) -> None:
+    machine, supervisors = node.machine, []
+    node.stratum("up", "--quiet")
+    for number in range(3):
+        # Another build, as far as anybody can tell: the line before the archive has one more space.
+        machine.sh(f"LC_ALL=C sed -i '1s/python3 /python3  /' {PYZ}")
+        node.settle()
+        before = machine.run(["systemctl", "show", "-P", "MainPID", "stratum"]).stdout
+        node.stratum("up", "--quiet")
+        node.settle()
+        supervisors.append((before, machine.run(["systemctl", "show", "-P", "MainPID", "stratum"]).stdout))
+        kept = machine.run(["ls", "/opt/stratum/pyz"]).lines
+        assert (len(kept), "current" in kept) == (3, True), f"after {number + 1}: {kept}"
+        assert machine.sh(f"cmp {PYZ} /opt/stratum/pyz/current/stratum.pyz").status == 0
+    assert all(before != after for before, after in supervisors)
+    assert node.stratum("up").lines[0] == "nothing to do"
+    status = node.json("status")
+    assert (status["ready"], status["drift"], status["unfinished"]) == (True, [], None)
+
+
 def test_up_runs_with_all_three_streams_closed(running: MachineNode) -> None:
     done = running.machine.run(["sh", "-c", f"exec {PYZ} up <&- >&- 2>&-"], env=BARE_ENV)
     assert (done.stdout, done.stderr) == ("", "")
