@@ -15,8 +15,9 @@ MachineNode = Node[NspawnMachine]
 
 CONTAINERD, SUPERVISOR = "stratum-containerd.service", "stratum.service"
 DROP_IN = f"/etc/systemd/system/{SUPERVISOR}.d/quick.conf"
-# The watch looks every half of the watchdog's time, so that a test need not wait for 15 seconds.
-QUICK = "[Service]\nWatchdogSec=3s\nRestartSec=100ms\n"
+# The watch looks every half of the watchdog's time, so that a test need not wait for 15 seconds. A look that comes late
+# on a busy machine must not be the end of it, so it is not shorter.
+QUICK = "[Service]\nWatchdogSec=5s\nRestartSec=100ms\n"
 
 
 def show(node: MachineNode, name: str, unit: str = SUPERVISOR) -> str:
@@ -105,7 +106,7 @@ def test_a_supervisor_that_hangs_is_killed_by_the_watchdog_and_the_containers_li
 
 def test_a_bring_up_that_takes_longer_than_the_watchdog_is_left_alone(node: MachineNode) -> None:
     pid, restarts = show(node, "MainPID"), show(node, "NRestarts")
-    slow = "[Service]\nRestart=no\nExecStartPre=/bin/sleep 4\n"
+    slow = "[Service]\nRestart=no\nExecStartPre=/bin/sleep 7\n"
     node.machine.write(f"/run/systemd/system/{CONTAINERD}.d/slow.conf", slow)
     node.machine.sh(f"systemctl daemon-reload; systemctl stop {CONTAINERD}")
     try:
@@ -114,7 +115,7 @@ def test_a_bring_up_that_takes_longer_than_the_watchdog_is_left_alone(node: Mach
     finally:
         node.machine.sh(f"rm -r /run/systemd/system/{CONTAINERD}.d; systemctl daemon-reload")
     assert (show(node, "MainPID"), show(node, "NRestarts")) == (pid, restarts)
-    assert show(node, "WatchdogUSec") == "3s"
+    assert show(node, "WatchdogUSec") == "5s"
 
 
 def test_a_kernel_setting_and_a_rule_that_somebody_takes_away_are_put_back_and_said(node: MachineNode) -> None:
