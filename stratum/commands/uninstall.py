@@ -104,7 +104,7 @@ def plan_port_chains(work: Work) -> tuple[list[Action], list[Left]]:
 
 
 def plan_network(context: Context, work: Work) -> list[Action]:
-    """Remove our bridge and firewall rules; the containers' own interfaces and rules went with the containers."""
+    """Remove our bridge and our part of the firewall; the containers' own interfaces and rules went with them."""
     actions = firewalld.plan_untrust(work)
     actions += forwarding.plan_restore(context.host) + masquerade.plan_removal(context.host)
     actions += plan_port_chains(work)[0]

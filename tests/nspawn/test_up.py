@@ -43,6 +43,22 @@ def test_a_second_up_changes_nothing_and_says_so(running: MachineNode) -> None:
     check_same(before, snapshot(running.machine))
 
 
+def test_up_writes_only_to_its_own_directories_and_to_the_footprint(bare: MachineNode) -> None:
+    before = snapshot(bare.machine)
+    bare.stratum("up", "--quiet")
+    bare.settle()
+    bare.ctr("run", "--rm", "--cni", "--cpu-shares", "0", IMAGE, "footprint", "true")
+    assert [path for path in outside(written(before, snapshot(bare.machine))) if find_place(path) is None] == []
+    bare.stratum("uninstall", "--quiet")
+    check_same(before, snapshot(bare.machine))
+
+
+def outside(paths: list[str]) -> list[HostPath]:
+    """Those that are not in a directory of Stratum's own."""
+    found = map(HostPath, paths)
+    return [path for path in found if not any(root in (path, *path.parents) for root in OWN_ROOTS)]
+
+
 def test_a_newer_program_takes_over_and_only_the_one_before_it_stays(node: MachineNode) -> None:
     machine, supervisors = node.machine, []
     node.stratum("up", "--quiet")
@@ -61,22 +77,6 @@ def test_a_newer_program_takes_over_and_only_the_one_before_it_stays(node: Machi
     assert node.stratum("up").lines[0] == "nothing to do"
     status = node.json("status")
     assert (status["ready"], status["drift"], status["unfinished"]) == (True, [], None)
-
-
-def test_up_writes_only_to_its_own_directories_and_to_the_footprint(bare: MachineNode) -> None:
-    before = snapshot(bare.machine)
-    bare.stratum("up", "--quiet")
-    bare.settle()
-    bare.ctr("run", "--rm", "--cni", "--cpu-shares", "0", IMAGE, "footprint", "true")
-    assert [path for path in outside(written(before, snapshot(bare.machine))) if find_place(path) is None] == []
-    bare.stratum("uninstall", "--quiet")
-    check_same(before, snapshot(bare.machine))
-
-
-def outside(paths: list[str]) -> list[HostPath]:
-    """Those that are not in a directory of Stratum's own."""
-    found = map(HostPath, paths)
-    return [path for path in found if not any(root in (path, *path.parents) for root in OWN_ROOTS)]
 
 
 def test_up_runs_with_all_three_streams_closed(running: MachineNode) -> None:

@@ -6,7 +6,6 @@ import contextlib
 import json
 import os
 import shutil
-import signal
 import stat
 import subprocess
 import sys
@@ -23,17 +22,6 @@ from stratum.system import Host
 from tests.bundles import AMD64, ARM64, Bundle, Entry, Part, Publisher, directory, flipped, snapshot, symlink
 from tests.fakes import Desk, FaultHost, Killed, make_tree, node_publisher, relative
 from tests.unit.conftest import interpreters
-
-
-@pytest.fixture(autouse=True)
-def process_state() -> Iterator[None]:
-    """``up`` sets signal handlers when it takes something back; the test process keeps its own."""
-    signals = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)}
-    mask = os.umask(0o022)
-    yield
-    os.umask(mask)
-    for number, handler in signals.items():
-        signal.signal(number, handler)
 
 
 @pytest.fixture
