@@ -7,7 +7,7 @@ from typing import Optional
 from stratum.bundle.images import reap_blobs
 from stratum.bundle.place import COMPONENTS
 from stratum.errors import StratumError
-from stratum.host import persistence
+from stratum.host import forwarding, persistence, portchains
 from stratum.host.fstab import FSTAB
 from stratum.journal import Operation
 from stratum.node.layout import Layout
@@ -25,6 +25,10 @@ _SWITCHES = ("upgrade", "rollback")
 BESIDE = ("prepare", "program", "prune", "remove")
 
 
+# Files that are written whole and are not in the receipt one by one.
+_UNRECORDED = (STARTED, persistence.OVERRIDE, FSTAB, forwarding.REMEMBERED, portchains.REMEMBERED)
+
+
 def recover(context: Context, work: Work, stack: Stack, *, command: str) -> None:
     """Bring an unfinished operation to an end, forward or back; call it with the lock held.
 
@@ -32,7 +36,7 @@ def recover(context: Context, work: Work, stack: Stack, *, command: str) -> None
     """
     reap_staging(context.host)
     reap_blobs(context.host)
-    reap_temporaries(context.host, work.receipt, (STARTED, persistence.OVERRIDE, FSTAB))
+    reap_temporaries(context.host, work.receipt, _UNRECORDED)
     forget_absent(work)
     operation = work.journal.unfinished()
     if operation is None or not context.host.live:

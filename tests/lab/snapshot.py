@@ -69,6 +69,15 @@ def lines(*argv):
     done = subprocess.run(argv, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True, errors="replace")
     return done.stdout.splitlines()
 
+def asked(*argv):
+    # An answer that did not come (systemd is slow on a loaded machine) is not an empty one.
+    for _ in range(10):
+        found = lines(*argv)
+        if found:
+            return found
+        time.sleep(1)
+    return []
+
 def table(rows):
     # Several equal rows are one entry with a count.
     found = {}
@@ -77,12 +86,12 @@ def table(rows):
     return {row: f"{count} times" for row, count in found.items()}
 
 def units():
-    listed = lines("systemctl", "list-units", "--all", "--plain", "--no-legend")
+    listed = asked("systemctl", "list-units", "--all", "--plain", "--no-legend")
     rows = [line.replace("*", " ").split(None, 4) for line in listed]
     return {row[0]: " ".join(row[1:4]) for row in rows if len(row) >= 4}
 
 def unit_files():
-    rows = [line.split() for line in lines("systemctl", "list-unit-files", "--no-legend")]
+    rows = [line.split() for line in asked("systemctl", "list-unit-files", "--no-legend")]
     return {row[0]: row[1] for row in rows if row}
 
 def mounts():
@@ -161,6 +170,7 @@ IGNORED: tuple[tuple[str, str, str], ...] = (
 REBOOTED: tuple[tuple[str, str, str], ...] = (
     ("files", r"/dev/.*", "devtmpfs is the kernel's; the disk with the stick's files is there at first boot only"),
     ("files", r"/run/stratum-lab-\d+\.(err|out)", "the lab's own: what its commands print"),
+    ("files", r"/run/qga.state", "the lab's agent counts its commands"),
     ("files", r"/run/utmp|/var/log/wtmp|/var/lib/systemd/random-seed", "every boot writes them"),
     ("files", r"/(var/)?tmp/systemd-private-.*", "systemd gives them new names at each boot"),
     ("units", r".*vdb\.device|dev-disk-by\\x2d.*\.device", "the lab's disk with the stick's files, as above"),
