@@ -100,12 +100,25 @@ def mounts():
     return table(" ".join([row[4], row[3], *row[5:6], *row[row.index("-") + 1:]]) for row in rows)
 
 def settle():
-    # The kernel adds an address's local route when it has seen that nobody else has the address: a second or two
-    # after the interface came up, which is also when nobody did anything.
+    # What the kernel and systemd finish a second or two after a command has ended, also when nobody does anything:
+    # an address gets its local route when nobody else was seen to have it, a bridge that lost its last port is down
+    # when its carrier was looked at again, a job that was queued is run.
     for _ in range(100):
-        if not lines("ip", "-6", "-o", "addr", "show", "tentative"):
+        if not (lines("ip", "-6", "-o", "addr", "show", "tentative") or idle_bridges() or lines(*JOBS)):
             return
         time.sleep(0.1)
+
+JOBS = ("systemctl", "list-jobs", "--no-legend", "--plain")
+
+def idle_bridges():
+    found = []
+    for place in ("/sys/class/net/" + name for name in os.listdir("/sys/class/net")):
+        try:
+            if not os.listdir(place + "/brif") and open(place + "/operstate").read() != "down\n":
+                found.append(place)
+        except OSError:
+            continue
+    return found
 
 def interfaces():
     found = {}
