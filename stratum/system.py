@@ -150,7 +150,7 @@ class Host:
                 if done:
                     done.pop()
                 continue
-            here = os.path.join(self.root, *done, part)
+            here = "/".join([self.root, *done, part])
             if (pending or follow) and os.path.islink(here):
                 links += 1
                 if links > _LINKS_MAX:
@@ -161,7 +161,7 @@ class Host:
                 pending = [piece for piece in target.split("/") if piece] + pending
                 continue
             done.append(part)
-        return os.path.join(self.root, *done)
+        return "/".join([self.root, *done])
 
     # -- reading ------------------------------------------------------------------------------------
 

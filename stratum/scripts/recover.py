@@ -60,7 +60,7 @@ def forget_absent(work: Work) -> None:
     layout = Layout(work.host)
     absent: list[HostPath] = []
     for top in (layout.base, COMPONENTS):
-        inside = [entry.path for entry in work.receipt if top in entry.path.parents]
+        inside = [entry.path for entry in work.receipt if entry.is_below(top)]
         children = {top / path.relative_to(top).parts[0] for path in inside} - {layout.current_link}
         gone = {child for child in children if not work.host.lexists(child)}
         absent += [path for path in inside if top / path.relative_to(top).parts[0] in gone]
