@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any, Optional, TypeVar
 
 import pytest
+from hypothesis import HealthCheck, settings
 
 from tests.lab import image, packages, roots, tools
 from tests.lab.machine import Machine
@@ -19,6 +20,10 @@ AnyMachine = TypeVar("AnyMachine", bound=Machine)
 
 _MACHINES = pytest.StashKey[list[Machine]]()
 _TIERS = ("nspawn", "vm")
+
+# How long an example takes says more of the machine and who else is at work there than of what is tested.
+settings.register_profile("unhurried", settings(), deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.load_profile("unhurried")
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

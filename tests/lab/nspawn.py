@@ -139,7 +139,9 @@ class NspawnMachine(Machine):
 
     def copy_tree_in(self, source: Path, target: Argument) -> None:
         """Copy what is in a directory of the outer machine into one of the machine."""
-        with subprocess.Popen(["tar", "-C", str(source), "-cf", "-", "."], stdout=subprocess.PIPE) as pack:
+        # Another test process may write bytecode there meanwhile, which tar takes for an error.
+        argv = ["tar", "-C", str(source), "-cf", "-", "--exclude=__pycache__", "."]
+        with subprocess.Popen(argv, stdout=subprocess.PIPE) as pack:
             script = 'mkdir -p "$1"; exec tar -C "$1" -xf - --keep-directory-symlink --no-overwrite-dir'
             with self.popen(["sh", "-euc", script, "sh", target], stdin=pack.stdout) as unpack:
                 unpack.wait(timeout=300)

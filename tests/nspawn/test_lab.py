@@ -30,7 +30,8 @@ def outer_traces(owner: int) -> dict[str, set[str]]:
     return {
         "mounts": set(Path("/proc/self/mounts").read_text().splitlines()),
         "interfaces": set(os.listdir("/sys/class/net")),
-        "cgroups": {str(path) for path in Path("/sys/fs/cgroup").glob(f"**/{mark}*")},
+        # Not glob(), which fails when somebody else's cgroup goes meanwhile.
+        "cgroups": {path for path, _, _ in os.walk("/sys/fs/cgroup") if path.rpartition("/")[2].startswith(mark)},
         "commands": commands,
     }
 
