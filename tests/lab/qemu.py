@@ -55,6 +55,8 @@ class QemuMachine(Machine):
         machine to file of the outer machine. Fast also for big files.
     :param memory: MiB.
     :param options: more words for the kernel's command line.
+    :param systemd: whether systemd is its PID 1; without it the machine is ready when its agent
+        answers, and it can be stopped but not shut down.
     """
 
     patience = 400.0
@@ -67,12 +69,14 @@ class QemuMachine(Machine):
         files: Optional[Mapping[str, Path]] = None,
         memory: int = 1024,
         options: str = "",
+        systemd: bool = True,
     ) -> None:
         self.name = name
         self._disk = disk
         self._files = dict(files or {})
         self._memory = memory
         self._options = options
+        self._systemd = systemd
         self._directory: Optional[Path] = None
         self._process: Optional[subprocess.Popen[bytes]] = None
         self._agent: Optional[GuestAgent] = None
@@ -225,6 +229,8 @@ class QemuMachine(Machine):
             except AgentError as error:
                 if time.monotonic() > end:
                     raise LabError(f"{self.name} did not boot within {timeout:.0f} s") from error
+        if not self._systemd:
+            return
         state = self.run(
             ["systemctl", "is-system-running", "--wait"], timeout=max(10.0, end - time.monotonic()), check=False
         )
