@@ -266,7 +266,7 @@ class MachineHost(FaultHost):
         unit = self._unit(name)
         wants = SYSTEMD_DIR / "multi-user.target.wants" / name
         if argv[0] == "is-enabled":
-            return (0 if self.lexists(wants) else 1), ""
+            return (0, "enabled\n") if self.lexists(wants) else (1, "disabled\n")
         if argv[0] == "reset-failed":
             return (0 if unit.loaded else 1), ""
         if argv[0] in ("start", "restart") and unit.loaded is None:
@@ -377,6 +377,7 @@ def make_tree(root: Path, *, live: bool = False) -> Path:
         for name in ("run/systemd/system", "proc/self", "sys/fs/cgroup", "sys/class/net"):
             (root / name).mkdir(parents=True)
         (root / "proc/self/mountinfo").write_text(MOUNTINFO)
+        (root / "proc/filesystems").write_text("nodev\tproc\nnodev\toverlay\n\text4\n")
     return root
 
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import argparse
+from dataclasses import dataclass, field
+from typing import Optional
 
 from stratum import boot
 from stratum.bundle.place import Placement
@@ -14,6 +16,7 @@ from stratum.node.stack import UNITS
 from stratum.scripts import node as node_script
 from stratum.scripts.choice import add_bundle_arguments, open_trusted
 from stratum.scripts.context import Context, add_output, add_root
+from stratum.scripts.prerequisites import add_settings_arguments, check_prerequisites
 from stratum.scripts.run import load_work
 
 
@@ -22,6 +25,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_output(parser)
     add_root(parser)
     add_bundle_arguments(parser)
+    add_settings_arguments(parser)
     names = "\n".join(f"  {name:18} {what}" for name, what in preflight.CHECKS.items())
     parser.epilog = f"checks:\n{names}\n\n{parser.epilog}"
 
@@ -41,39 +45,56 @@ def _check_digests(context: Context, bundle: VerifiedBundle) -> None:
         check_all_digests(bundle, progress.advance)
 
 
-def check_bundle(context: Context, arguments: argparse.Namespace) -> tuple[list[Finding], list[Need], str]:
-    """What there is to say of the bundle, what it needs, and its name; no bundle at all is said too."""
-    needs: list[Need] = []
-    name = "no bundle"
+@dataclass
+class Checked:
+    """What there is to say of a bundle and of what it needs of the host."""
+
+    name: str = "no bundle"
+    findings: list[Finding] = field(default_factory=list)
+    needs: list[Need] = field(default_factory=list)
+    kubelet: Optional[str] = None
+
+
+def check_bundle(context: Context, arguments: argparse.Namespace) -> Checked:
+    """Look at the bundle; that there is none at all is said too. Raises :class:`StratumError`."""
+    checked = Checked()
     try:
         with open_trusted(context, arguments) as bundle:
             if bundle is not None:
-                name = f"{bundle.description.name} {bundle.description.version}"
-                needs = node_script.needs(context, Placement(context.host, load_work(context).receipt, bundle))
+                checked.name = f"{bundle.description.name} {bundle.description.version}"
+                checked.needs = node_script.needs(context, Placement(context.host, load_work(context).receipt, bundle))
+                record = node_script.record_of(bundle)
+                checked.kubelet = record.component_version("kubelet")
+                checked.findings += check_prerequisites(context, arguments, record)[1]
                 _check_digests(context, bundle)
     except BundleNotFoundError as error:
         if arguments.bundle is not None:
             raise
         context.out.note(f"only the host is checked: {error.message}")
     except (BundleError, NotTrustedError) as error:
-        return [_finding(error)], needs, name
-    return [], needs, name
+        checked.findings.append(_finding(error))
+    return checked
 
 
 def run(context: Context, arguments: argparse.Namespace) -> int:
     """Check and report; exit status 10 when something rejects."""
     boot.require_compiled(persist=False)
-    of_bundle, needs, name = check_bundle(context, arguments)
-    units = (*UNITS, persistence.UNIT)
-    findings = preflight.check_host(context.host, needs=needs, units=units, skip=arguments.skip_check)
-    findings += [finding for finding in of_bundle if finding.check not in arguments.skip_check]
+    checked = check_bundle(context, arguments)
+    findings = preflight.check_host(
+        context.host,
+        needs=checked.needs,
+        units=(*UNITS, persistence.UNIT),
+        skip=arguments.skip_check,
+        kubelet=checked.kubelet,
+    )
+    findings += [finding for finding in checked.findings if finding.check not in arguments.skip_check]
     rejected = any(finding.severity == REJECT for finding in findings)
     for finding in findings:
         context.out.result(f"{finding.severity:7} {finding.check}: {finding.message}")
         context.out.result(f"        do: {finding.hint}")
-    context.out.result(f"checked: this host and {name}: {'refused' if rejected else 'fit'}")
+    context.out.result(f"checked: this host and {checked.name}: {'refused' if rejected else 'fit'}")
     context.out.document(
         "Preflight",
-        {"fit": not rejected, "bundle": name, "findings": [finding.to_json() for finding in findings]},
+        {"fit": not rejected, "bundle": checked.name, "findings": [finding.to_json() for finding in findings]},
     )
     return int(ExitCode.HOST_REFUSED if rejected else ExitCode.DONE)

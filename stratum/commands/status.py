@@ -10,12 +10,15 @@ from typing import Optional
 from stratum import lock, systemd
 from stratum.errors import ExitCode
 from stratum.host import persistence
+from stratum.host.finding import Finding
 from stratum.journal import Operation
 from stratum.node.layout import Layout
+from stratum.node.settings import Settings, read_settings
 from stratum.node.stack import UNITS, Stack
 from stratum.node.versions import VersionRecord, read_record
 from stratum.receipt import Condition
 from stratum.scripts.context import Context, add_output
+from stratum.scripts.prerequisites import find_drift as find_prerequisites
 from stratum.scripts.recover import BESIDE
 from stratum.scripts.run import load_work
 from stratum.steps import Work
@@ -41,6 +44,8 @@ class Status:
     drift: list[str]
     unfinished: Optional[Operation]
     at_work: bool  # a run holds the lock now: what is unfinished is in progress
+    settings: Settings
+    prerequisites: list[Finding]  # swap that is on, kernel settings that are not those of the node
     drop_ins: dict[str, list[str]]  # by unit, those that Stratum did not write
 
     @property
@@ -66,16 +71,20 @@ def read_status(context: Context, *, drift: bool = True) -> Status:
     work = load_work(context)
     layout = Layout(context.host)
     version = layout.current()
+    record = read_record(layout, version) if version else None
+    settings = read_settings(context.host)
     units = systemd.read_units(context.host, (*UNITS, persistence.UNIT))
     return Status(
         version,
-        read_record(layout, version) if version else None,
+        record,
         units,
         version is not None and Stack(layout).ctr.answers(),
         systemd.is_enabled(context.host, persistence.UNIT),
         find_drift(work) if drift else [],
         work.journal.unfinished(),
         lock.is_held(context.host),
+        settings,
+        find_prerequisites(context, settings, record) if record and drift else [],
         {unit: [path for path in state.drop_ins if not work.receipt.get(path)] for unit, state in units.items()},
     )
 
@@ -115,6 +124,10 @@ def print_text(context: Context, status: Status) -> None:
         out.result(f"{kind} {status.unfinished.name}{target}{step} ({begun})")
         if status.unfinished.error:
             out.result(f"           {status.unfinished.error}")
+    if status.settings.node_ip:
+        out.result(f"node IP    {status.settings.node_ip}")
+    for finding in status.prerequisites:
+        out.result(f"host       {finding.message}")
     for line in status.drift[:8]:
         out.result(f"drift      {line}")
     if len(status.drift) > 8:
@@ -144,6 +157,9 @@ def run(context: Context, arguments: argparse.Namespace) -> int:
             },
             "containerdAnswers": status.answers,
             "enabled": status.enabled,
+            "nodeIP": status.settings.node_ip or None,
+            "profile": status.settings.profile,
+            "host": [finding.to_json() for finding in status.prerequisites],
             "drift": status.drift,
             "unfinished": asdict(status.unfinished) if status.unfinished else None,
             "inProgress": status.unfinished is not None and status.at_work,

@@ -14,7 +14,7 @@ from typing import Callable
 from stratum import lock, systemd
 from stratum.compiled import ROOT_PLACES
 from stratum.errors import ExitCode, StratumError
-from stratum.host import forwarding, masquerade, mounts, network, persistence
+from stratum.host import firewalld, forwarding, masquerade, mounts, netmanagers, network, persistence
 from stratum.journal import JOURNAL_PATH
 from stratum.node import cni, containerd
 from stratum.node.layout import Layout
@@ -22,6 +22,7 @@ from stratum.node.stack import UNITS, Stack
 from stratum.node.traces import plan_traces
 from stratum.receipt import STATE_DIRECTORY
 from stratum.removal import Removal, plan_removal
+from stratum.scripts import prerequisites
 from stratum.scripts import stack as stack_script
 from stratum.scripts.context import Context, add_dry_run, add_output, add_root
 from stratum.scripts.recover import recover
@@ -53,7 +54,7 @@ def find(context: Context) -> Found:
     """Remember what is enabled and running."""
     states = systemd.read_units(context.host, (persistence.UNIT, *UNITS))
     return Found(
-        systemd.is_enabled(context.host, persistence.UNIT),
+        persistence.unit_enabled(context.host),
         states[persistence.UNIT].active in ("active", "activating"),
         any(states[unit].active == "active" for unit in UNITS),
     )
@@ -92,9 +93,10 @@ def plan_disarm(context: Context) -> list[Action]:
     ]
 
 
-def plan_network(context: Context) -> list[Action]:
-    """Remove our bridge and our firewall table; the containers' own interfaces went with the containers."""
-    actions = forwarding.plan_restore(context.host) + masquerade.plan_removal(context.host)
+def plan_network(context: Context, work: Work) -> list[Action]:
+    """Remove our bridge and our part of the firewall; the containers' own interfaces went with the containers."""
+    actions = firewalld.plan_untrust(work)
+    actions += forwarding.plan_restore(context.host) + masquerade.plan_removal(context.host)
     if not network.interface_exists(context.host, cni.BRIDGE):
         return actions
     return [*actions, Call("remove bridge", cni.BRIDGE, lambda: network.remove_bridge(context.host, cni.BRIDGE))]
@@ -119,17 +121,29 @@ def teardown_steps(context: Context, work: Work, stack: Stack) -> list[Step]:
         *stack_script.stop_steps(stack, tuple(reversed(UNITS)), containers=True, warn=context.out.warn),
         Step("traces", "remove what dead containers left in /run", lambda: plan_traces(context.host)),
         Step("unmount", "take away mounts below Stratum's directories", lambda: mounts.plan_unmount(work, ROOTS)),
-        Step("network", "remove the container bridge", lambda: plan_network(context)),
+        Step("network", "remove the container bridge", lambda: plan_network(context, work)),
         Step("stop-supervisor", "stop the supervisor", lambda: plan_stop_supervisor(context)),
+        # Last: what still ran until here needed it.
+        *restore_steps(context, work),
     ]
 
 
-def delete_steps(context: Context, removal: Removal) -> list[Step]:
+def restore_steps(context: Context, work: Work) -> list[Step]:
+    """The host as it was: swap, kernel settings, mounts, file contexts."""
+    return [Step("restore", "give the host back what was changed", lambda: prerequisites.plan_restore(context, work))]
+
+
+def delete_steps(context: Context, work: Work, removal: Removal, *, dry_run: bool) -> list[Step]:
     """The deletion, then systemd's own memory, the record last: until then a run that is cut off can go on."""
     steps = [Step("delete", "delete what the receipt lists", lambda: removal.actions)]
     if context.host.live:
         steps += [
             Step("forget", "let systemd forget the units", lambda: plan_reload(context)),
+            Step(
+                "managers",
+                "let network managers read their files again",
+                lambda: netmanagers.plan_forget(work, context.out.warn, removed=dry_run),
+            ),
         ]
     return [*steps, Step("close", "remove the record", lambda: removal.closing)]
 
@@ -138,7 +152,11 @@ def uninstall(context: Context, work: Work, *, keep_data: bool, dry_run: bool) -
     """Tear down, then delete. Errors pass through, with the state that they leave."""
     stack = Stack(Layout(context.host))
     outcome = Outcome()
-    if context.host.live:
+    # A dry run has not taken away what the real one has by now: attachments, and the link that starts us at boot.
+    released: list[HostPath] = prerequisites.restored_paths(context, work) if dry_run else []
+    if not context.host.live:
+        outcome = perform(context, work, "uninstall", restore_steps(context, work), dry_run=dry_run, ends=False)
+    else:
         found = find(context)
         try:
             steps = teardown_steps(context, work, stack)
@@ -156,13 +174,12 @@ def uninstall(context: Context, work: Work, *, keep_data: bool, dry_run: bool) -
                         else "the node runs as before"
                     )
             raise
-    # A dry run has not taken away what the real one has by now: attachments, and the link that starts us at boot.
-    released: list[HostPath] = []
     if dry_run and context.host.live:
-        released = [persistence.ENABLEMENT, *(item.path for item in cni.read_attachments(context.host))]
+        released += [persistence.ENABLEMENT, *(item.path for item in cni.read_attachments(context.host))]
     removal = plan_removal(work, keep=(containerd.DATA_ROOT,) if keep_data else (), released=released)
+    steps = delete_steps(context, work, removal, dry_run=dry_run)
     try:
-        deleted = perform(context, work, "uninstall", delete_steps(context, removal), dry_run=dry_run)
+        deleted = perform(context, work, "uninstall", steps, dry_run=dry_run)
     except StratumError as error:
         error.state = "the node is stopped and partly deleted; run `stratum uninstall` again"
         raise

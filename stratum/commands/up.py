@@ -1,8 +1,8 @@
 """``stratum up``: make this host a container host or a node from a bundle.
 
-The script, in order: lock, preflight, unpack (verifying in the same pass), version, configuration, network,
-units, program, activate, start, images, enable. Each step plans from what is there, so a second run with the
-same bundle finds nothing to do. A first run that fails or is interrupted takes everything back.
+The script, in order: lock, preflight, unpack (verifying in the same pass), version, prerequisites of the host,
+configuration, network, units, program, activate, start, images, enable. Each step plans from what is there, so a
+second run with the same bundle finds nothing to do. A first run that fails or is interrupted takes everything back.
 """
 
 from __future__ import annotations
@@ -14,15 +14,16 @@ from typing import NoReturn, Optional
 from stratum import boot, lock
 from stratum.bundle.verify import VerifiedBundle
 from stratum.errors import ExitCode, StratumError, system_error
-from stratum.host import persistence
+from stratum.host import netmanagers, persistence
 from stratum.node.layout import Layout
+from stratum.node.settings import Settings
 from stratum.node.stack import UNITS, Stack
 from stratum.node.versions import usable_record
 from stratum.removal import plan_removal
 from stratum.scripts import images as image_script
 from stratum.scripts import node as node_script
+from stratum.scripts import prerequisites, supervise
 from stratum.scripts import stack as stack_script
-from stratum.scripts import supervise
 from stratum.scripts.choice import add_bundle_arguments, open_trusted
 from stratum.scripts.context import Context, add_dry_run, add_output, add_root
 from stratum.scripts.recover import recover
@@ -38,6 +39,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_dry_run(parser)
     add_root(parser)
     add_bundle_arguments(parser)
+    prerequisites.add_settings_arguments(parser)
     parser.add_argument(
         "--supervise", action="store_true", help="bring the node up, then watch it (what the unit runs)"
     )
@@ -79,21 +81,24 @@ def check_places(context: Context, work: Work, layout: Layout, target: Target) -
     persistence.plan_enablement(work)
 
 
-def build_steps(context: Context, work: Work, stack: Stack, target: Target) -> list[Step]:
+def build_steps(context: Context, work: Work, stack: Stack, target: Target, settings: Settings) -> list[Step]:
     """The script."""
     layout, record, live = stack.layout, target.record, context.host.live
+    bridged = "bridge" in target.plugins
     steps = [
         Step("state", "record the data directories", lambda: node_script.plan_state(work)),
         Step("unpack", "verify and unpack the bundle", lambda: node_script.plan_unpack(context, target.placement)),
         Step("version", "link the version's files", lambda: node_script.plan_version(work, layout, record)),
+        *prerequisites.prerequisite_steps(context, work, settings, record, bridged=bridged),
         Step("configure", "write containerd's configuration", lambda: node_script.plan_configuration(work, record)),
         Step("network", "write the container network", lambda: node_script.plan_network(work, layout, target.plugins)),
         Step("units", "write the units", lambda: node_script.plan_units(work, layout)),
         Step("program", "put stratum in its place", lambda: node_script.plan_program(context, work)),
         Step("activate", "make the version current", lambda: node_script.plan_activate(work, layout, record)),
     ]
+    steps += prerequisites.label_steps(context, work, settings)
     if live:
-        steps += stack_script.network_steps(context, stack, bridged="bridge" in target.plugins)
+        steps += stack_script.network_steps(context, work, stack, bridged=bridged)
         steps += stack_script.start_steps(work, stack)
         steps += image_script.import_steps(context, stack, record)
         steps.append(Step("history", "note what is active", lambda: node_script.plan_history(work, record)))
@@ -105,9 +110,9 @@ def _bring_up(context: Context, arguments: argparse.Namespace, work: Work, stack
     with open_trusted(context, arguments) as bundle:
         target = read_target(work, layout, bundle)
         check_version(layout, target)
-        check_preflight(context, arguments, target)
+        settings = check_preflight(context, arguments, target)
         check_places(context, work, layout, target)
-        steps = build_steps(context, work, stack, target)
+        steps = build_steps(context, work, stack, target, settings)
         return perform(
             context, work, "up", steps, dry_run=dry_run, source=layout.current(), target=target.record.version
         )
@@ -121,10 +126,15 @@ def _undo(context: Context, work: Work, stack: Stack) -> str:
     started = context.host.live and stack.layout.current() is not None
     if started:
         run_steps(work, stack_script.take_down_steps(work, stack))
+    if len(work.receipt):
+        for action in prerequisites.plan_restore(context, work):
+            action.perform(work)
     removal = plan_removal(work)
     if len(work.receipt):
         for action in [*removal.actions, *removal.closing]:
             action.perform(work)
+    for action in netmanagers.plan_forget(work, context.out.warn):
+        action.perform(work)
     if loaded:
         persistence.forget(context.host, UNITS)
     boot.undo_created()

@@ -118,14 +118,17 @@ def _call_reload(host: Host, manager: Manager, warn: Callable[[str], object]) ->
     return Call("reload", manager.name, lambda: _reload(host, manager, warn))
 
 
-def plan_forget(work: Work, warn: Callable[[str], object]) -> list[Action]:
-    """After our files were removed (they are in the receipt): the managers that had one read their files again."""
+def plan_forget(work: Work, warn: Callable[[str], object], *, removed: bool = False) -> list[Action]:
+    """After our files were removed (they are in the receipt): the managers that had one read their files again.
+
+    ``removed`` is for a dry run, in which they are still there.
+    """
     if not work.host.live:
         return []
     return [
         _call_reload(work.host, manager, warn)
         for manager in (NETWORK_MANAGER, NETWORKD)
-        if work.receipt.get(manager.path) is not None and not work.host.lexists(manager.path)
+        if work.receipt.get(manager.path) is not None and (removed or not work.host.lexists(manager.path))
     ]
 
 

@@ -10,7 +10,7 @@ import errno
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Callable
+from typing import Callable, Optional
 
 from stratum.host.finding import REJECT, WARN, Finding
 from stratum.host.floor import check_cgroup, check_kernel, parse_kernel_release
@@ -238,11 +238,19 @@ def check_ownership(host: Host) -> list[Finding]:
 
 
 def check_host(
-    host: Host, *, needs: Sequence[Need] = (), units: Sequence[str] = (), skip: Sequence[str] = ()
+    host: Host,
+    *,
+    needs: Sequence[Need] = (),
+    units: Sequence[str] = (),
+    skip: Sequence[str] = (),
+    kubelet: Optional[str] = None,
 ) -> list[Finding]:
-    """All findings about the host at once. A directory tree is asked only what holds for a tree."""
+    """All findings about the host at once. A directory tree is asked only what holds for a tree.
+
+    ``kubelet`` is the release of the kubelet that the node will have.
+    """
     findings: list[Finding] = []
-    for check in _checks(host, needs, units):
+    for check in _checks(host, needs, units, kubelet):
         try:
             findings += check()
         except OSError as error:
@@ -252,7 +260,9 @@ def check_host(
     return [finding for finding in findings if finding.check not in skip]
 
 
-def _checks(host: Host, needs: Sequence[Need], units: Sequence[str]) -> list[Callable[[], list[Finding]]]:
+def _checks(
+    host: Host, needs: Sequence[Need], units: Sequence[str], kubelet: Optional[str]
+) -> list[Callable[[], list[Finding]]]:
     both = [
         lambda: check_writable(host),
         lambda: check_space(host, needs),
@@ -262,8 +272,8 @@ def _checks(host: Host, needs: Sequence[Need], units: Sequence[str]) -> list[Cal
     ]
     if not host.live:
         return both
-    running = (check_root, check_systemd, check_cgroup, check_kernel, check_commands, check_executable)
-    return [*(lambda check=check: check(host) for check in running), *both]
+    running = (check_root, check_systemd, check_kernel, check_commands, check_executable)
+    return [*(lambda check=check: check(host) for check in running), lambda: check_cgroup(host, kubelet), *both]
 
 
 CHECKS: Mapping[str, str] = {
@@ -279,6 +289,11 @@ CHECKS: Mapping[str, str] = {
     "inodes": "inodes for everything that will be unpacked",
     "masked-unit": "no unit of ours is masked",
     "unmanaged": "no containerd or kubelet that is not ours",
+    "module-missing": "the kernel has the modules that a node needs, or can load them",
+    "module-not-visible": "what a loaded module is for can be seen (in a container it may not)",
+    "selinux-policy": "where SELinux is on, its policy knows containers",
+    "selinux-tools": "where SELinux is on, file contexts can be registered",
+    "node-ip": "a Kubernetes node's address is given, recorded or found without doubt",
     "nm-cloud-setup": "nm-cloud-setup, which breaks container traffic, is not enabled",
     "architecture": "the bundle is for this machine",
     "signature": "a trusted key signed the bundle",

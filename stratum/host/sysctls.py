@@ -59,7 +59,11 @@ def plan_sysctls(work: Work, profile: Profile, warn: Warn, base: Sequence[Sysctl
     A live value of ``base`` that cannot be set is told to ``warn``. One of ``profile`` raises
     :class:`StratumError` when it is performed: kubelet would refuse to start in words that are hard to read.
     """
-    actions = plan_file(work, BASE_PATH, render_drop_in(base))
+    actions: list[Action] = []
+    if base:
+        actions += plan_file(work, BASE_PATH, render_drop_in(base))
+    elif work.receipt.owns(BASE_PATH):
+        actions.append(RemoveFile(BASE_PATH))
     for other in PROFILES.values():
         if other == profile and profile.sysctls:
             actions += plan_file(work, profile.path, render_drop_in(profile.sysctls))

@@ -8,7 +8,7 @@ from typing import Callable, Optional
 
 from stratum import systemd
 from stratum.errors import join_errors
-from stratum.host import forwarding, masquerade, mounts, persistence
+from stratum.host import firewalld, forwarding, masquerade, mounts, persistence
 from stratum.node import cni, pods
 from stratum.node.backend import Backend, Hooks
 from stratum.node.stack import CONTAINER_CGROUPS, UNITS, Stack
@@ -122,7 +122,11 @@ def take_down_steps(work: Work, stack: Stack) -> list[Step]:
         Step(
             "network",
             "give back the kernel's settings",
-            lambda: [*masquerade.plan_removal(host), *forwarding.plan_restore(host)],
+            lambda: [
+                *firewalld.plan_untrust(work),
+                *masquerade.plan_removal(host),
+                *forwarding.plan_restore(host),
+            ],
         ),
     ]
 
@@ -194,6 +198,13 @@ def plan_release(stack: Stack, warn: Optional[Warn]) -> list[Action]:
     return [Call("release", ", ".join(held), release)]
 
 
+def plan_trust(context: Context, work: Work, bridged: bool) -> list[Action]:
+    """The bridge in firewalld's trusted zone, where there is or will be (``bridged``) one."""
+    if not bridged and cni.subnet_in_force(work.host) is None:
+        return []
+    return firewalld.plan_trust(work, [cni.BRIDGE], context.out.warn)
+
+
 def plan_masquerade(stack: Stack, bridged: bool) -> list[Action]:
     """Forwarding and address translation for the container network, where there is or will be (``bridged``) one."""
     subnet = cni.choose_subnet(stack.host) if bridged else cni.subnet_in_force(stack.host)
@@ -202,7 +213,7 @@ def plan_masquerade(stack: Stack, bridged: bool) -> list[Action]:
     return forwarding.plan_forwarding(stack.host) + masquerade.plan_masquerade(stack.host, subnet)
 
 
-def network_steps(context: Context, stack: Stack, *, bridged: bool = False) -> list[Step]:
+def network_steps(context: Context, work: Work, stack: Stack, *, bridged: bool = False) -> list[Step]:
     """The container network of this boot: nothing of an earlier one, and the way out.
 
     ``bridged`` tells a dry run of the first ``up`` that an earlier step writes the network.
@@ -214,5 +225,6 @@ def network_steps(context: Context, stack: Stack, *, bridged: bool = False) -> l
 
     return [
         Step("release-network", "give back what containers of an earlier boot held", plan_stale),
+        Step("firewall", "let the container network through firewalld", lambda: plan_trust(context, work, bridged)),
         Step("masquerade", "let containers reach out", lambda: plan_masquerade(stack, bridged)),
     ]

@@ -11,6 +11,7 @@ from stratum.node.layout import Layout
 from stratum.node.stack import UNITS, Stack
 from stratum.node.versions import read_record
 from stratum.scripts import images as image_script
+from stratum.scripts import prerequisites
 from stratum.scripts import stack as stack_script
 from stratum.scripts.context import Context
 from stratum.scripts.recover import recover
@@ -31,8 +32,15 @@ def bring_up(context: Context, stack: Stack) -> None:
         raise NotInstalledError(
             "not-installed", f"{stack.layout.current_link}: no version is active", hint="run: stratum up --bundle FILE"
         )
+    settings = prerequisites.pin_node_ip(context, record)
+    for finding in prerequisites.find_drift(context, settings, record):
+        # What was put right once and is not so at this start: somebody or something works against us.
+        context.out.warn(f"{finding.message}; {finding.hint}")
+    bridged = "bridge" in stack.layout.plugins(version)
     steps: list[Step] = [
-        *stack_script.network_steps(context, stack),
+        *prerequisites.prerequisite_steps(context, work, settings, record, bridged=bridged),
+        *prerequisites.label_steps(context, work, settings),
+        *stack_script.network_steps(context, work, stack),
         *stack_script.start_steps(work, stack),
         *image_script.import_steps(context, stack, record),
     ]
