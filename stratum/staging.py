@@ -6,6 +6,7 @@ what is in it then was left by a run that was cut off.
 
 from __future__ import annotations
 
+import stat
 from collections.abc import Sequence
 
 from stratum.journal import JOURNAL_PATH
@@ -13,10 +14,17 @@ from stratum.receipt import RECEIPT_PATH, Entry, Receipt
 from stratum.steps import remove_tree
 from stratum.system import Host, HostPath, unguessable
 
-__all__ = ["OWN_ROOT", "STAGING", "new_staging", "reap_staging", "reap_temporaries"]
+__all__ = ["OWN_ROOT", "STAGING", "make_private", "new_staging", "reap_staging", "reap_temporaries"]
 
 OWN_ROOT = HostPath("/opt/stratum")
 STAGING = OWN_ROOT / ".staging"
+
+
+def make_private(host: Host, directory: HostPath) -> None:
+    """Make ``directory`` 0700, also where it exists with another mode (seed 004, Dirs). Raises OSError."""
+    host.makedirs(directory, 0o700)
+    if stat.S_IMODE(host.stat(directory).st_mode) != 0o700:
+        host.chmod(directory, 0o700)
 
 
 def new_staging(host: Host, receipt: Receipt) -> HostPath:
@@ -25,7 +33,7 @@ def new_staging(host: Host, receipt: Receipt) -> HostPath:
         missing = [path for path in (*reversed(OWN_ROOT.parents), OWN_ROOT) if not host.is_dir(path)]
         receipt.record(*(Entry(path, "directory") for path in missing), Entry(STAGING, "tree"))
         host.makedirs(OWN_ROOT)
-        host.mkdir(STAGING, 0o700)
+    make_private(host, STAGING)
     path = STAGING / unguessable()
     host.mkdir(path, 0o755)
     return path

@@ -30,6 +30,7 @@ from stratum.bundle.oci import (
 from stratum.bundle.tarstream import BLOCK, shown
 from stratum.bundle.unpack import disk_failure
 from stratum.errors import BundleError
+from stratum.staging import make_private
 from stratum.system import Host, HostPath
 
 __all__ = ["IMAGES_DIRECTORY", "Image", "ImageStore", "Importer", "list_images", "reap_blobs", "write_image_tar"]
@@ -200,7 +201,7 @@ class ImageStore:
     def _prepare(self) -> None:
         directory = self._blobs.parent.parent
         self._host.makedirs(directory.parent)
-        self._host.makedirs(self._blobs, 0o700)
+        make_private(self._host, self._blobs)
         reap_blobs(self._host, self._blobs)
 
     def store(

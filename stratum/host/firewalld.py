@@ -23,12 +23,12 @@ from stratum.receipt import STATE_DIRECTORY, Entry, content_digest
 from stratum.steps import Action, Call, Work
 from stratum.system import Host, HostPath, command_failure
 
-__all__ = ["RECORD", "ZONE", "Binding", "firewall_stamp", "owned_interfaces", "plan_trust", "plan_untrust"]
+__all__ = ["RECORD", "ZONE", "ZONES", "Binding", "firewall_stamp", "owned_interfaces", "plan_trust", "plan_untrust"]
 
 ZONE = "trusted"
 RECORD = STATE_DIRECTORY / "firewalld.json"
 UNIT = "firewalld.service"
-_ZONES = HostPath("/etc/firewalld/zones")
+ZONES = HostPath("/etc/firewalld/zones")
 _DEFAULTS = HostPath("/usr/lib/firewalld/zones")
 _FORMAT = 1
 _TIMEOUT = 180.0  # seconds; each call is a Python program that speaks D-Bus
@@ -143,7 +143,7 @@ def firewall_stamp(host: Host) -> str:
     itself only when it has changed.
     """
     try:
-        changed = str(host.stat(_ZONES).st_mtime_ns)
+        changed = str(host.stat(ZONES).st_mtime_ns)
     except OSError:
         changed = ""
     try:
@@ -213,7 +213,7 @@ def _plan_interface(work: Work, interface: str, running: bool, owned: Optional[B
 def _trust(work: Work, interface: str, configurations: Sequence[bool], running: bool, warn: Warn) -> None:
     for permanent in configurations:
         before = {item.interface: item for item in owned_interfaces(work.host)}.get(interface)
-        files = (_ZONES / f"{ZONE}.xml", _ZONES / f"{ZONE}.xml.old")
+        files = (ZONES / f"{ZONE}.xml", ZONES / f"{ZONE}.xml.old")
         made_file = permanent and not any(work.host.lexists(path) for path in files)
         command = _add_command(interface, permanent, running)
         try:
@@ -283,7 +283,7 @@ def _untrust(work: Work, binding: Binding) -> None:
 
 def _untrust_without_firewalld(work: Work, binding: Binding) -> None:
     """firewalld was removed from the host; its configuration may have stayed, and would count if it came back."""
-    path = _ZONES / f"{binding.zone}.xml"
+    path = ZONES / f"{binding.zone}.xml"
     try:
         text = work.host.read_text(path)
     except (FileNotFoundError, NotADirectoryError):
@@ -303,7 +303,7 @@ def _remove_zone_file(host: Host, zone: str, running: bool) -> None:
 
     firewalld wrote it for our binding, with a copy of the last state beside it.
     """
-    path, default = _ZONES / f"{zone}.xml", _DEFAULTS / f"{zone}.xml"
+    path, default = ZONES / f"{zone}.xml", _DEFAULTS / f"{zone}.xml"
     try:
         if host.read_bytes(path) != host.read_bytes(default):
             return
@@ -316,4 +316,4 @@ def _remove_zone_file(host: Host, zone: str, running: bool) -> None:
     for leftover in (path, path.with_name(f"{path.name}.old")):
         if host.lexists(leftover):
             host.unlink(leftover)
-    host.fsync_dir(_ZONES)
+    host.fsync_dir(ZONES)

@@ -64,6 +64,10 @@ def plan_bpf(host: Host, warn: Warn) -> list[Action]:
     """Mount the BPF file system at /sys/fs/bpf, shared; one that is there and private is made shared."""
     if not host.live:
         return []
+    if not host.is_dir(BPF):
+        # sysfs has the directory when the kernel has BPF; nobody can make it there.
+        warn(f"{BPF} is not there: this kernel has no BPF file system, or /sys is not mounted")
+        return []
     mount = _topmost(host, BPF)
     if mount is None or mount.type != "bpf":
         return [Call("mount", f"the BPF file system at {BPF}", functools.partial(_mount_bpf, host, warn))]
@@ -86,10 +90,6 @@ def _share_bpf(host: Host, warn: Warn) -> bool:
 
 
 def _mount_bpf(host: Host, warn: Warn) -> None:
-    if not host.is_dir(BPF):
-        # sysfs has the directory when the kernel has BPF; nobody can make it there.
-        warn(f"{BPF} is not there: this kernel has no BPF file system, or /sys is not mounted")
-        return
     host.makedirs(REMEMBERED.parent)
     atomicfile.write_file(host, REMEMBERED, _boot(host), 0o600)
     if _try(host, ["mount", "-t", "bpf", "bpf", str(BPF)], warn):

@@ -28,6 +28,7 @@ from stratum.steps import Action, Call, Command, RemoveDirectory, RemoveFile, Wo
 from stratum.system import Host, HostPath
 
 __all__ = [
+    "DROP_IN",
     "RECORD",
     "ActiveSwap",
     "SwapRecord",
@@ -39,7 +40,7 @@ __all__ = [
 ]
 
 RECORD = STATE_DIRECTORY / "swap.json"
-_DROP_IN = "90-stratum-off.conf"
+DROP_IN = "90-stratum-off.conf"
 # A condition that never holds: the unit counts as started and does nothing, systemd.unit(5).
 _NEVER = b"# Written by Stratum: a node runs without swap.\n[Unit]\nConditionPathExists=!/\n"
 _RELOAD = Command(("systemctl", "daemon-reload"), 60.0)
@@ -167,7 +168,7 @@ def _services(host: Host) -> list[str]:
 
 
 def _drop_in(name: str) -> HostPath:
-    return ADMIN / f"{name}.d" / _DROP_IN
+    return ADMIN / f"{name}.d" / DROP_IN
 
 
 def _is_off(host: Host, unit: SwapUnit) -> bool:
@@ -272,9 +273,9 @@ def _plan_unmask(work: Work) -> list[Action]:
     actions: list[Action] = []
     for entry in work.receipt:
         ours = entry.kind == "link" and entry.contents == ("/dev/null",) and entry.path.parent == ADMIN
-        if (ours or entry.path.name == _DROP_IN) and work.receipt.owns(entry.path):
+        if (ours or entry.path.name == DROP_IN) and work.receipt.owns(entry.path):
             actions.append(RemoveFile(entry.path))
-            if work.receipt.get(entry.path.parent) and entry.path.name == _DROP_IN:
+            if work.receipt.get(entry.path.parent) and entry.path.name == DROP_IN:
                 actions.append(RemoveDirectory(entry.path.parent))
     return actions
 

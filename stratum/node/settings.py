@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from stratum.errors import StratumError
 from stratum.receipt import STATE_DIRECTORY
-from stratum.steps import Action, Work, plan_file
+from stratum.steps import Action, MakeDirectory, Work, plan_file
 from stratum.system import Host
 
 __all__ = ["SETTINGS_PATH", "Settings", "plan_settings", "read_settings"]
@@ -69,4 +69,6 @@ def plan_settings(work: Work, settings: Settings) -> list[Action]:
     """What records ``settings``; nothing when they are recorded, or are those of a node without a record."""
     if settings == Settings() and not work.host.lexists(SETTINGS_PATH):
         return []
-    return plan_file(work, SETTINGS_PATH, json.dumps(settings.to_json(), indent=1, sort_keys=True).encode() + b"\n")
+    content = json.dumps(settings.to_json(), indent=1, sort_keys=True).encode() + b"\n"
+    # The state directory is made with the journal, before the first change of any run.
+    return [action for action in plan_file(work, SETTINGS_PATH, content) if not isinstance(action, MakeDirectory)]

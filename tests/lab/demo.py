@@ -11,6 +11,7 @@ import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Optional
 
 from tests.lab import tools
 from tests.lab.image import Image
@@ -41,8 +42,17 @@ def make_publisher(pyz: Path, directory: Path, name: str = "publisher") -> Publi
     return publisher
 
 
-def definition(version: str, serial: int, packages: dict[str, Package], images: Sequence[tuple[str, Path]]) -> str:
-    """A bundle definition over unpacked Debian packages."""
+KUBELET = "1.34.1"
+
+
+def definition(
+    version: str,
+    serial: int,
+    packages: dict[str, Package],
+    images: Sequence[tuple[str, Path]],
+    kubelet: Optional[Path] = None,
+) -> str:
+    """A bundle definition over unpacked Debian packages; ``kubelet`` is a stand-in, for Debian has none."""
 
     def release(name: str) -> str:
         return packages[name].version.partition("~")[0].partition("+")[0].rpartition(":")[2]
@@ -70,6 +80,13 @@ components:
     files:
       - {{from: "*", to: cni/bin/}}
 """
+    if kubelet:
+        text += f"""  - name: kubelet
+    version: "{KUBELET}"
+    source: {{file: {kubelet}}}
+    files:
+      - {{to: bin/kubelet}}
+"""
     if images:
         text += "images:\n"
     for name, path in images:
@@ -85,8 +102,9 @@ def build_bundle(
     *,
     version: str = "1.0",
     serial: int = 1,
+    kubelet: bool = False,
 ) -> Path:
-    """Build and sign a bundle as ``demo-VERSION.tar`` in ``directory``."""
+    """Build and sign a bundle as ``demo-VERSION.tar`` in ``directory``; ``kubelet`` adds a stand-in for one."""
     work = directory / f"demo-{version}"
     shutil.rmtree(work, ignore_errors=True)
     work.mkdir(parents=True)
@@ -95,21 +113,30 @@ def build_bundle(
         path = work / f"image-{number}.tar"
         path.write_bytes(image.oci_archive())
         named.append((image.reference, path))
-    (work / "demo.yaml").write_text(definition(version, serial, packages, named))
+    stand_in = work / "kubelet" if kubelet else None
+    if stand_in:
+        note = "# A stand-in of the tests: it makes the version that of a Kubernetes node."
+        stand_in.write_text(f"#!/bin/sh\n{note}\necho Kubernetes v{KUBELET}\n")
+        stand_in.chmod(0o755)
+    (work / "demo.yaml").write_text(definition(version, serial, packages, named, stand_in))
     bundle = directory / f"demo-{version}.tar"
     bundle.unlink(missing_ok=True)
     publisher.run("bundle", "build", str(work / "demo.yaml"), "-o", str(bundle), "--key", str(publisher.secret))
     return bundle
 
 
-def cached_bundle(pyz: Path, packages: dict[str, Package], images: Sequence[Image]) -> tuple[Publisher, Path]:
+def cached_bundle(
+    pyz: Path, packages: dict[str, Package], images: Sequence[Image], *, kubelet: bool = False
+) -> tuple[Publisher, Path]:
     """A publisher and its demo bundle, made once for each pyz, set of packages and images."""
     parts = [pyz.parent.name, *(f"{item.name}={item.version}" for item in packages.values())]
     parts += [image.reference for image in images]
+    if kubelet:
+        parts.append(f"kubelet={KUBELET}")
     target = tools.cache_directory() / "bundles" / tools.key("1", *parts)
     with tools.building(target) as new:
         if new is not None:
             new.mkdir()
             made = make_publisher(pyz, new)
-            build_bundle(made, new, packages, images)
+            build_bundle(made, new, packages, images, kubelet=kubelet)
     return Publisher(pyz, target / "publisher.key", target / "publisher.pub"), target / "demo-1.0.tar"

@@ -160,6 +160,16 @@ IGNORED: tuple[tuple[str, str, str], ...] = (
     ("cgroups", r"/sys/fs/cgroup(/systemd|/unified)?/lab(/.*)?", "the lab puts each of its commands in one of its own"),
 )
 
+#: What may differ too when a qemu machine has rebooted in between.
+REBOOTED: tuple[tuple[str, str, str], ...] = (
+    ("files", r"/dev/.*", "devtmpfs is the kernel's; the disk with the stick's files is there at first boot only"),
+    ("files", r"/run/stratum-lab-\d+\.(err|out)", "the lab's own: what its commands print"),
+    ("files", r"/run/utmp|/var/log/wtmp|/var/lib/systemd/random-seed", "every boot writes them"),
+    ("files", r"/(var/)?tmp/systemd-private-.*", "systemd gives them new names at each boot"),
+    ("units", r".*vdb\.device|dev-disk-by\\x2d.*\.device", "the lab's disk with the stick's files, as above"),
+    ("mounts", r"/dev .*|/run .*|/proc/sys/fs/binfmt_misc .*", "their sizes and numbers are those of the boot"),
+)
+
 
 @dataclass(frozen=True)
 class Snapshot:
@@ -198,6 +208,14 @@ def difference(before: Snapshot, after: Snapshot, *, ignore: Collection[tuple[st
             else:
                 found.append(f"{section}: {entry}: {old[entry]} became {new[entry]}")
     return found
+
+
+def written(before: Snapshot, after: Snapshot, *, ignore: Collection[tuple[str, str, str]] = ()) -> list[str]:
+    """The paths of files, links and directories that were made, changed or removed between two moments."""
+    passed_over = [re.compile(pattern) for section, pattern, _ in (*IGNORED, *ignore) if section == "files"]
+    old, new = before["files"], after["files"]
+    changed = sorted(path for path in {*old, *new} if old.get(path) != new.get(path))
+    return [path for path in changed if not any(pattern.fullmatch(path) for pattern in passed_over)]
 
 
 def check_same(before: Snapshot, after: Snapshot, *, ignore: Collection[tuple[str, str, str]] = ()) -> None:

@@ -5,10 +5,12 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+from stratum.scripts.footprint import OWN_ROOTS, find_place
+from stratum.system import HostPath
 from tests.lab.machine import BARE_ENV, wait_until
 from tests.lab.node import BUNDLE, IMAGE, PYZ, USB, Node, installed, refusal
 from tests.lab.nspawn import NspawnMachine
-from tests.lab.snapshot import check_same, snapshot
+from tests.lab.snapshot import check_same, snapshot, written
 
 MachineNode = Node[NspawnMachine]
 
@@ -39,6 +41,22 @@ def test_a_second_up_changes_nothing_and_says_so(running: MachineNode) -> None:
     assert running.machine.run(["stratum", "up", "--bundle", BUNDLE]).lines[0] == "nothing to do"
     assert running.machine.run(["stratum", "up"]).lines[0] == "nothing to do"
     check_same(before, snapshot(running.machine))
+
+
+def test_up_writes_only_to_its_own_directories_and_to_the_footprint(bare: MachineNode) -> None:
+    before = snapshot(bare.machine)
+    bare.stratum("up", "--quiet")
+    bare.settle()
+    bare.ctr("run", "--rm", "--cni", "--cpu-shares", "0", IMAGE, "footprint", "true")
+    assert [path for path in outside(written(before, snapshot(bare.machine))) if find_place(path) is None] == []
+    bare.stratum("uninstall", "--quiet")
+    check_same(before, snapshot(bare.machine))
+
+
+def outside(paths: list[str]) -> list[HostPath]:
+    """Those that are not in a directory of Stratum's own."""
+    found = map(HostPath, paths)
+    return [path for path in found if not any(root in (path, *path.parents) for root in OWN_ROOTS)]
 
 
 def test_up_runs_with_all_three_streams_closed(running: MachineNode) -> None:

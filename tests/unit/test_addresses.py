@@ -16,42 +16,20 @@ from hypothesis import strategies as st
 from stratum.host.addresses import PERMANENT, SECONDARY, Address, DefaultRoute, Link, read_network
 from stratum.host.rtnetlink import attributes, dump
 from stratum.system import Host
+from tests.netlink import (
+    DONE,
+    GETADDR,
+    GETLINK,
+    GETROUTE,
+    address_body,
+    attribute,
+    link_body,
+    message,
+    number,
+    packed,
+    route_body,
+)
 from tests.unit.hosting import TreeMachine
-
-GETLINK, GETADDR, GETROUTE = 18, 22, 26
-
-
-def attribute(kind: int, value: bytes) -> bytes:
-    length = 4 + len(value)
-    return struct.pack("=HH", length, kind) + value + bytes(-length % 4)
-
-
-def message(kind: int, body: bytes, flags: int = 2) -> bytes:
-    length = 16 + len(body)
-    return struct.pack("=IHHII", length, kind, flags, 1, 0) + body + bytes(-length % 4)
-
-
-DONE = message(3, bytes(4))
-
-
-def number(value: int) -> bytes:
-    return struct.pack("=I", value)
-
-
-def packed(text: str) -> bytes:
-    return ipaddress.ip_address(text).packed
-
-
-def link_body(index: int, name: str, flags: int = 1, more: bytes = b"") -> bytes:
-    return struct.pack("=BxHiII", 0, 1, index, flags, 0) + attribute(3, name.encode() + b"\0") + more
-
-
-def address_body(family: int, prefix: int, index: int, more: bytes, flags: int = PERMANENT, scope: int = 0) -> bytes:
-    return struct.pack("=BBBBI", family, prefix, flags, scope, index) + more
-
-
-def route_body(family: int, more: bytes, length: int = 0, table: int = 254, kind: int = 1) -> bytes:
-    return struct.pack("=BBBBBBBBI", family, length, 0, 0, table, 3, 0, kind, 0) + more
 
 
 class Kernel(TreeMachine):

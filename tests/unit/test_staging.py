@@ -11,7 +11,7 @@ import pytest
 from stratum.errors import StratumError
 from stratum.journal import JOURNAL_PATH
 from stratum.receipt import RECEIPT_PATH, Entry, Receipt
-from stratum.staging import OWN_ROOT, STAGING, new_staging, reap_staging, reap_temporaries
+from stratum.staging import OWN_ROOT, STAGING, make_private, new_staging, reap_staging, reap_temporaries
 from stratum.system import HostPath
 from tests.fakes import FaultHost
 
@@ -30,6 +30,17 @@ def test_each_staging_directory_is_new_empty_and_closed_to_others(host: FaultHos
     assert host.listdir(one) == []
     assert stat.S_IMODE(host.stat(STAGING).st_mode) == 0o700, "nobody else may look for what is half unpacked"
     assert stat.S_IMODE(host.stat(one).st_mode) == 0o755, "it becomes a version directory by a rename"
+
+
+def test_a_private_directory_that_existed_with_another_mode_is_closed_too(host: FaultHost) -> None:
+    host.makedirs(STAGING, 0o755)
+    new_staging(host, Receipt(host))
+    assert stat.S_IMODE(host.stat(STAGING).st_mode) == 0o700
+    kept = HostPath("/var/lib/stratum/images/blobs/sha256")
+    host.makedirs(kept, 0o777)
+    make_private(host, kept)
+    assert stat.S_IMODE(host.stat(kept).st_mode) == 0o700
+    assert stat.S_IMODE(host.stat(kept.parent).st_mode) == 0o777, "only the directory itself"
 
 
 def test_staging_is_below_our_own_root_and_never_in_tmp() -> None:

@@ -1,52 +1,25 @@
-"""Swap, modules, sysctls and mounts on a machine with a kernel of its own: applied, after a reboot, taken back."""
+"""A Kubernetes node's host on a machine with a kernel of its own: prepared by `up`, after a reboot, given back.
+
+The kubelet in the bundle is a stand-in; what it makes of the host is real.
+"""
 
 from __future__ import annotations
 
 import json
+from typing import Any
 
 import pytest
 
+from stratum.scripts.footprint import OWN_ROOTS, find_place
+from stratum.system import HostPath
+from tests.conftest import Machines
+from tests.lab import demo
+from tests.lab.machine import wait_until
+from tests.lab.packages import Package
 from tests.lab.qemu import QemuMachine
-from tests.sources import sources_zip
-
-# What `up` and `uninstall` do with these parts: plan, then perform, with the record on the disk.
-DRIVE = """
-import json, sys
-from stratum.host import modules, rootmount, swap, sysctls
-from stratum.host.profiles import PROFILES
-from stratum.journal import Journal
-from stratum.receipt import Receipt
-from stratum.removal import plan_removal
-from stratum.steps import Work
-from stratum.system import Host
-
-host, warned, done = Host(), [], []
-host.makedirs("/var/lib/stratum")
-work = Work(host, Receipt.load(host), Journal(host))
-cis = PROFILES["cis"]
-plans = {
-    "apply": [
-        lambda: modules.plan_modules(work, modules.NODE, warned.append),
-        lambda: sysctls.plan_sysctls(work, cis, warned.append),
-        lambda: swap.plan_swap_off(work),
-        lambda: rootmount.plan_root_shared(host, warned.append),
-        lambda: rootmount.plan_bpf(host, warned.append),
-    ],
-    "undo": [
-        lambda: swap.plan_undo(work, warned.append),
-        lambda: sysctls.plan_undo(host, warned.append),
-        lambda: rootmount.plan_undo(host, warned.append),
-        lambda: plan_removal(work).actions,
-    ],
-    "check": [],
-}
-for plan in plans[sys.argv[1]]:
-    for action in plan():
-        done.append(action.describe())
-        action.perform(work)
-found = modules.check_modules(host, modules.NODE) + sysctls.check_sysctls(host, cis) + swap.check_swap(host)
-print(json.dumps({"done": done, "warned": warned, "found": [item.message for item in found]}))
-"""
+from tests.lab.roots import Disk
+from tests.lab.snapshot import REBOOTED, difference, snapshot, written
+from tests.pyz import built_pyz, default_cache
 
 FSTAB = (
     "# the disk\nUUID=none-of-this\t/srv/none ext4 noauto 0 0\r\n/swapfile none\tswap sw,pri=3 0 0\n#/old none swap sw"
@@ -77,10 +50,40 @@ ExecStart=/bin/sh -c 'modprobe zram; echo 32M >/sys/block/zram0/disksize; mkswap
 ADMIN_UNIT = "[Swap]\nWhat=/srv/admin\nPriority=7\n[Install]\nWantedBy=swap.target\n"
 
 
-def drive(vm: QemuMachine, what: str) -> dict[str, list[str]]:
-    environment = {"PATH": "/usr/bin:/bin", "PYTHONPATH": "/root/src.zip"}
-    answer: dict[str, list[str]] = json.loads(vm.run(["python3", "-S", "/root/drive.py", what], env=environment).stdout)
-    return answer
+# An interface that comes up late has the address; the supervisor waits for it at boot.
+ADDRESS = "192.0.2.10"
+LATE_ADDRESS = f"""[Service]
+Type=simple
+ExecStart=/bin/sh -c 'sleep 4; exec ip address replace {ADDRESS}/32 dev lo'
+[Install]
+WantedBy=multi-user.target
+"""
+
+# A module stays loaded until the next boot, and shows its controls.
+LOADED = (("forwarding", r"/proc/sys/net/bridge/.*", "a module that was loaded stays until the next boot"),)
+
+
+@pytest.fixture
+def host(machines: Machines, lab_disk: Disk, debian_packages: dict[str, Package]) -> QemuMachine:
+    """A machine with three kinds of swap and a bundle that has a kubelet."""
+    pyz = built_pyz(default_cache())
+    publisher, bundle = demo.cached_bundle(pyz, debian_packages, [], kubelet=True)
+    files = {
+        "/root/usb/stratum.pyz": pyz,
+        "/root/usb/demo.tar": bundle,
+        "/etc/stratum/trust.d/publisher.pub": publisher.public,
+    }
+    vm = machines.boot(QemuMachine(lab_disk, "prerequisites", files=files))
+    vm.sh("chmod 0755 /root/usb/stratum.pyz; chmod 0644 /etc/stratum/trust.d/publisher.pub")
+    vm.sh("for f in /swapfile /srv/admin; do dd if=/dev/zero of=$f bs=1M count=16; chmod 600 $f; mkswap $f; done")
+    vm.write("/etc/fstab", vm.read("/etc/fstab") + FSTAB)
+    vm.write("/etc/systemd/system-generators/zram-test", GENERATOR, 0o755)
+    vm.write("/etc/systemd/system/zram-setup.service", SETUP_ZRAM)
+    vm.write("/etc/systemd/system/srv-admin.swap", ADMIN_UNIT)
+    vm.write("/etc/systemd/system/late-address.service", LATE_ADDRESS)
+    vm.sh("systemctl daemon-reload; systemctl enable srv-admin.swap late-address; systemctl start swap.target")
+    vm.run(["systemctl", "start", "late-address"])
+    return vm
 
 
 def swaps(vm: QemuMachine) -> dict[str, int]:
@@ -88,59 +91,67 @@ def swaps(vm: QemuMachine) -> dict[str, int]:
     return {fields[0]: int(fields[4]) for fields in lines}
 
 
-def sysctl(vm: QemuMachine, key: str) -> str:
-    return vm.run(["sysctl", "-n", key]).stdout.strip()
+def sysctls(vm: QemuMachine) -> dict[str, str]:
+    keys = ["kernel.panic", "net.ipv4.ip_forward"]
+    return dict(zip(keys, vm.run(["sysctl", "-n", *keys]).lines))
 
 
-def etc(vm: QemuMachine) -> list[str]:
-    """Every file below /etc: kind, mode, owner, target or content."""
-    stats = vm.sh("find /etc ! -type d -printf '%p %y %m %U:%G %l\\n'").lines
-    sums = vm.sh("find /etc -type f -exec sha256sum {} +").lines
-    return sorted(stats + sums)
+def stratum(vm: QemuMachine, *words: str, check: bool = True) -> Any:
+    argv = ["/root/usb/stratum.pyz", *words, "--output", "json"]
+    done = vm.run(["sh", "-c", 'cd /root/usb && exec "$@"', "sh", *argv], timeout=600, check=check)
+    return json.loads(done.stdout)
 
 
-@pytest.mark.timeout(1800)
-def test_swap_modules_sysctls_and_mounts_are_applied_hold_after_a_reboot_and_are_taken_back(vm: QemuMachine) -> None:
-    vm.write("/root/src.zip", sources_zip())
-    vm.write("/root/drive.py", DRIVE)
-    vm.sh("for f in /swapfile /srv/admin; do dd if=/dev/zero of=$f bs=1M count=16; chmod 600 $f; mkswap $f; done")
-    vm.write("/etc/fstab", vm.read("/etc/fstab") + FSTAB)
-    vm.write("/etc/systemd/system-generators/zram-test", GENERATOR, 0o755)
-    vm.write("/etc/systemd/system/zram-setup.service", SETUP_ZRAM)
-    vm.write("/etc/systemd/system/srv-admin.swap", ADMIN_UNIT)
-    vm.sh("systemctl daemon-reload; systemctl enable srv-admin.swap; systemctl start swap.target")
+def actions(document: Any) -> dict[str, list[str]]:
+    return {
+        step["step"]: [f"{action['verb']} {action['subject']}" for action in step["actions"]]
+        for step in document["steps"]
+    }
+
+
+@pytest.mark.timeout(2400)
+def test_a_kubernetes_node_gets_its_host_keeps_it_through_a_reboot_and_gives_it_back(host: QemuMachine) -> None:
     on = {"/swapfile": 3, "/srv/admin": 7, "/dev/zram0": 100}
-    assert swaps(vm) == on
-    before = etc(vm)
-    panic, forward = sysctl(vm, "kernel.panic"), sysctl(vm, "net.ipv4.ip_forward")
-    assert panic != "10"
-    assert forward == "0"
+    assert swaps(host) == on
+    before, live = snapshot(host), sysctls(host)
+    assert live == {"kernel.panic": "-1", "net.ipv4.ip_forward": "0"}
 
-    # Applied: nothing is left to find, and a second run has nothing to do.
-    assert drive(vm, "apply")["found"] == []
-    assert swaps(vm) == {}
-    assert (sysctl(vm, "kernel.panic"), sysctl(vm, "net.bridge.bridge-nf-call-iptables")) == ("10", "1")
-    again = drive(vm, "apply")
-    assert (again["done"], again["warned"]) == ([], [])
-    assert vm.run(["systemctl", "is-failed", "systemd-modules-load.service"], check=False).stdout.strip() != "failed"
+    # The network has no other address, so none is guessed.
+    wait_until("the address is there", lambda: ADDRESS in host.sh("ip -4 address show lo").stdout, 60, pause=0.5)
+    stratum(host, "up", "--profile", "cis", "--node-ip", ADDRESS)
+    assert swaps(host) == {}
+    assert sysctls(host) == {"kernel.panic": "10", "net.ipv4.ip_forward": "1"}
+    assert stratum(host, "up")["changed"] is False
+    status = stratum(host, "status", "--wait", "120")
+    assert (status["nodeIP"], status["profile"], status["host"]) == (ADDRESS, "cis", [])
+    changed = [HostPath(path) for path in written(before, snapshot(host), ignore=REBOOTED)]
+    elsewhere = [path for path in changed if not any(root in (path, *path.parents) for root in OWN_ROOTS)]
+    assert [path for path in elsewhere if find_place(path) is None] == []
 
     # Taken back in the same boot: swap is on as it was, live values and files are those of before.
-    back = drive(vm, "undo")
-    assert back["warned"] == []
-    assert swaps(vm) == on
-    assert (sysctl(vm, "kernel.panic"), sysctl(vm, "net.ipv4.ip_forward")) == (panic, forward)
-    assert etc(vm) == before
+    planned = actions(stratum(host, "uninstall", "--dry-run"))
+    assert {"switch on swap /swapfile", "set kernel.panic = -1, as it was"} <= set(planned["restore"])
+    assert swaps(host) == {}
+    assert actions(stratum(host, "uninstall"))["restore"] == planned["restore"]
+    assert swaps(host) == on
+    assert sysctls(host) == live
+    left = difference(before, snapshot(host), ignore=(*LOADED, *REBOOTED))
+    assert not left, "\n".join(left)
 
-    # After a reboot everything holds without anybody's help: no swap, modules before their sysctls, both as set.
-    drive(vm, "apply")
-    vm.reboot()
-    assert swaps(vm) == {}
-    assert drive(vm, "check")["found"] == []
-    assert drive(vm, "apply")["done"] == []
+    # After a reboot everything holds: no swap, modules before their sysctls, the address that was recorded.
+    stratum(host, "up", "--profile", "cis", "--node-ip", ADDRESS)
+    host.reboot()
+    assert swaps(host) == {}
+    assert host.run(["systemctl", "is-failed", "systemd-modules-load.service"], check=False).stdout.strip() != "failed"
+    status = stratum(host, "status", "--wait", "180")
+    assert (status["ready"], status["nodeIP"], status["host"]) == (True, ADDRESS, [])
+    assert stratum(host, "up")["changed"] is False
+
     # What an admin does meanwhile stays.
-    vm.sh("printf '\\nLABEL=more /srv/more ext4 noauto 0 0\\n' >>/etc/fstab")
-    drive(vm, "undo")
-    assert swaps(vm) == on
-    assert etc(vm) != before
-    vm.sh("sed -i -e '/^LABEL=more/d' /etc/fstab; truncate -s -1 /etc/fstab")
-    assert etc(vm) == before
+    host.sh("printf '\\nLABEL=more /srv/more ext4 noauto 0 0\\n' >>/etc/fstab")
+    stratum(host, "uninstall")
+    assert swaps(host) == on
+    host.sh("sed -i -e '/^LABEL=more/d' /etc/fstab; truncate -s -1 /etc/fstab")
+    ours = (("forwarding", r".*", "a value that a drop-in of ours set at boot stays until the next one"),)
+    left = difference(before, snapshot(host), ignore=(*LOADED, *REBOOTED, *ours))
+    assert not left, "\n".join(left)

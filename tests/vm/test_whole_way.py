@@ -13,19 +13,11 @@ from tests.lab.image import Image
 from tests.lab.packages import Package
 from tests.lab.qemu import QemuMachine
 from tests.lab.roots import Disk
-from tests.lab.snapshot import difference, snapshot
+from tests.lab.snapshot import REBOOTED, difference, snapshot
 from tests.pyz import built_pyz, default_cache
 
 CTR = "/opt/stratum/node/current/bin/ctr"
 ADDRESS = "/run/stratum/containerd/containerd.sock"
-CHANGES_BY_ITSELF = (
-    ("files", r"/dev/.*", "devtmpfs is the kernel's; the disk with the stick's files is there at first boot only"),
-    ("files", r"/run/stratum-lab-\d+\.(err|out)", "the lab's own: what its commands print"),
-    ("files", r"/run/utmp|/var/log/wtmp|/var/lib/systemd/random-seed", "every boot writes them"),
-    ("files", r"/(var/)?tmp/systemd-private-.*", "systemd gives them new names at each boot"),
-    ("units", r".*vdb\.device|dev-disk-by\\x2d.*\.device", "the lab's disk with the stick's files, as above"),
-    ("mounts", r"/dev .*|/run .*|/proc/sys/fs/binfmt_misc .*", "their sizes and numbers are those of the boot"),
-)
 # Two containers that see each other over the bridge, and the bridge's own address.
 LOOK = "ip -4 addr show dev eth0 && ping -c 1 -w 20 10.215.0.1"
 
@@ -92,5 +84,5 @@ def test_a_bare_host_becomes_a_container_host_survives_a_reboot_and_is_left_with
     assert running(host) == {"after-reboot"}
     done = host.run(["stratum", "uninstall"], timeout=600)
     assert "left:" not in done.stdout
-    left = difference(before, snapshot(host), ignore=CHANGES_BY_ITSELF)
+    left = difference(before, snapshot(host), ignore=REBOOTED)
     assert not left, "\n".join(left)
