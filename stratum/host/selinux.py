@@ -48,7 +48,7 @@ _ROOTS = (HostPath("/opt/stratum"), HostPath("/run/stratum"))
 class Policy:
     """What the node's settings say about SELinux.
 
-    ``opt_out`` (``selinux: false``): contexts and labels are the admin's. ``existing``: the node was brought up
+    ``opt_out`` (``--no-selinux``): contexts and labels are the admin's. ``existing``: the node was brought up
     before, and a policy that is missing something does not stop it.
     """
 
@@ -126,7 +126,7 @@ def check_policy(host: Host, policy: Policy) -> list[Finding]:
                 "selinux-policy",
                 REJECT if fatal else WARN,
                 f"SELinux is {state.value} and its policy has no {_NEEDED}: containers would not be confined",
-                "install container-selinux, or opt out of SELinux in the configuration",
+                "install container-selinux, or leave SELinux to yourself: stratum up --no-selinux",
             )
         )
     if host.which("semodule") is None:
