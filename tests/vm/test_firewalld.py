@@ -14,7 +14,7 @@ from tests.lab.image import Image
 from tests.lab.inside import PLACE, SOURCES, ask
 from tests.lab.machine import Machine, Result, wait_until
 from tests.lab.packages import Package
-from tests.lab.qemu import QemuMachine
+from tests.lab.qemu import STEADY_CLOCK, QemuMachine
 from tests.pyz import built_pyz, default_cache
 
 IMPORTS = "from stratum.host import firewalld, hostports"
@@ -58,7 +58,8 @@ def host(
         "/etc/stratum/trust.d/publisher.pub": publisher.public,
         PLACE: SOURCES,
     }
-    machine = module_machines.boot(QemuMachine(roots.root_disk(roots.FIREWALLD), "firewalld", files=files))
+    disk = roots.root_disk(roots.FIREWALLD)
+    machine = module_machines.boot(QemuMachine(disk, "firewalld", files=files, options=STEADY_CLOCK))
     machine.sh("chmod 0755 /root/usb/stratum.pyz; chmod 0644 /etc/stratum/trust.d/publisher.pub")
     return machine
 

@@ -13,15 +13,13 @@ from tests.lab.image import Image
 from tests.lab.inside import PLACE, SOURCES, ask, python
 from tests.lab.machine import Machine, Result
 from tests.lab.packages import Package
-from tests.lab.qemu import QemuMachine
+from tests.lab.qemu import STEADY_CLOCK, QemuMachine
 from tests.lab.selinux import CONTAINER_TYPES, OPTIONS, selinux_disk
 from tests.pyz import built_pyz, default_cache
 
-# An emulated machine on a busy computer is slow, and its clock may even be fast.
 IMPORTS = """
 from stratum import atomicfile, labels
 from stratum.host import selinux
-selinux._TIMEOUT = 7200.0
 """
 NEW, EXISTING = "selinux.Policy()", "selinux.Policy(existing=True)"
 PROBE = "/opt/stratum/node/1/bin/probe"
@@ -48,7 +46,8 @@ def host(
         "/root/container.cil": scratch / "container.cil",
         PLACE: SOURCES,
     }
-    machine = module_machines.boot(QemuMachine(selinux_disk(), "selinux", files=files, options=OPTIONS))
+    options = f"{OPTIONS} {STEADY_CLOCK}"
+    machine = module_machines.boot(QemuMachine(selinux_disk(), "selinux", files=files, options=options))
     machine.sh("chmod 0755 /root/usb/stratum.pyz; chmod 0644 /etc/stratum/trust.d/publisher.pub")
     return machine
 
