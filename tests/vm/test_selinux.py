@@ -157,6 +157,8 @@ def test_a_node_on_an_enforcing_host_has_its_labels_keeps_them_and_gives_the_pol
         done = up(host)
         assert done.stderr == "", done.describe()
         assert "stratum" in modules(host)
+        # containerd makes its directories itself; the supervisor, which starts behind `up`, labels them.
+        host.run(["systemctl", "start", "stratum.service"], timeout=600)
         assert label(host, CONTAINERD) == "container_runtime_exec_t"
         assert label(host, "/opt/stratum/node/current/bin/ctr") == "bin_t"
         assert label(host, "/usr/local/bin/stratum") == "bin_t"
