@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import re
 import stat
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
@@ -52,12 +53,14 @@ class Entry:
 
     ``kind`` is ``file``, ``directory``, ``link`` or ``tree``. A tree is a directory whose content belongs
     to Stratum whatever it is (containerd's data); the others are removed only in the state we left them in.
-    ``contents`` are the digests (file) or targets (link) that we gave it, the newest last.
+    ``contents`` are the digests (file) or targets (link) that we gave it, the newest last. ``mode`` is that of a file,
+    None where nobody goes by it; who changed it changed nothing that uninstall would have to keep.
     """
 
     path: HostPath
     kind: str
     contents: tuple[str, ...] = ()
+    mode: Optional[int] = None
 
 
 class Condition:
@@ -70,7 +73,11 @@ class Condition:
 
 def _entry_json(entry: Entry) -> dict[str, object]:
     value: dict[str, object] = {"path": str(entry.path), "kind": entry.kind}
-    return {**value, "contents": entry.contents} if entry.contents else value
+    if entry.contents:
+        value["contents"] = entry.contents
+    if entry.mode is not None:
+        value["mode"] = f"{entry.mode:04o}"
+    return value
 
 
 def _entry_from_json(item: Any) -> Entry:
@@ -83,7 +90,10 @@ def _entry_from_json(item: Any) -> Entry:
         raise ValueError(f"{path}: kind {kind!r}")
     if not isinstance(contents, list) or not all(isinstance(content, str) for content in contents):
         raise ValueError(f"{path}: contents {contents!r}")
-    return Entry(HostPath(path), kind, tuple(contents))
+    mode = item.get("mode")
+    if mode is not None and not re.fullmatch("0[0-7]{3}", mode):
+        raise ValueError(f"{path}: mode {mode!r}")
+    return Entry(HostPath(path), kind, tuple(contents), None if mode is None else int(mode, 8))
 
 
 class Receipt:
@@ -182,6 +192,20 @@ class Receipt:
             return Condition.OURS if ours else Condition.CHANGED
         ours = stat.S_ISREG(info.st_mode) and self.digest(entry.path) in entry.contents
         return Condition.OURS if ours else Condition.CHANGED
+
+    def changed_mode(self, entry: Entry) -> Optional[int]:
+        """The mode of a file of ours that is not the one we gave it; None when it is, or is not known. Raises OSError.
+
+        What holds something else by now is asked for its content only.
+        """
+        if entry.kind != "file" or entry.mode is None:
+            return None
+        try:
+            mode = stat.S_IMODE(self.host.lstat(entry.path).st_mode)
+        except (FileNotFoundError, NotADirectoryError):
+            return None
+        # The content last: it has to be read.
+        return mode if mode != entry.mode and self.condition(entry) == Condition.OURS else None
 
     def owns(self, path: PathLike) -> bool:
         """Whether ``path`` is recorded and holds something that we wrote; raises OSError."""

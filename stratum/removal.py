@@ -44,10 +44,17 @@ class Removal:
     left: list[Left] = field(default_factory=list)
 
 
-def plan_removal(work: Work, *, keep: Sequence[HostPath] = (), released: Sequence[HostPath] = ()) -> Removal:
+def plan_removal(
+    work: Work,
+    *,
+    keep: Sequence[HostPath] = (),
+    released: Sequence[HostPath] = (),
+    attached: Sequence[HostPath] = (),
+) -> Removal:
     """What to do so that nothing in the receipt is there any more, except the trees in ``keep``.
 
-    ``released`` are paths that will be gone by then.
+    ``released`` are paths that will be gone by then. ``attached`` are directories where others put what belongs to
+    files of ours: what stays in them is named, whoever made the directory.
 
     Plans only; raises OSError when the host cannot be read.
     """
@@ -65,6 +72,10 @@ def plan_removal(work: Work, *, keep: Sequence[HostPath] = (), released: Sequenc
             kept.append(entry)
         elif entry.path not in late:
             _plan_entry(host, receipt, entry, gone, removal)
+    for path in attached:
+        others = _others(host, path, gone) if receipt.get(path) is None and host.is_dir(path) else []
+        if others:
+            removal.left.append(_left_with(path, others))
     removal.closing.append(Call("remove", str(RECEIPT_PATH), lambda: _close(work, kept)))
     if not kept:
         _plan_state(host, receipt, gone, removal)
@@ -116,13 +127,17 @@ def _plan_tree(host: Host, path: HostPath, gone: set[HostPath], removal: Removal
 def _plan_directory(host: Host, path: HostPath, gone: set[HostPath], removal: Removal) -> list[Action]:
     others = _others(host, path, gone)
     if others:
-        removal.left.append(Left(path, f"holds what is not Stratum's: {', '.join(others)}"))
+        removal.left.append(_left_with(path, others))
         return []
     if host.is_mount_point(path):
         removal.left.append(Left(path, "a file system is mounted there"))
         return []
     gone.add(path)
     return [RemoveDirectory(path)]
+
+
+def _left_with(path: HostPath, others: Sequence[str]) -> Left:
+    return Left(path, f"holds what is not Stratum's: {', '.join(others)}")
 
 
 def _others(host: Host, path: HostPath, gone: Iterable[HostPath]) -> list[str]:

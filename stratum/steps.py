@@ -29,6 +29,7 @@ __all__ = [
     "RemoveDirectory",
     "RemoveFile",
     "RemoveTree",
+    "SetMode",
     "Step",
     "Work",
     "WriteFile",
@@ -119,12 +120,30 @@ class WriteFile(Action):
 
     @property
     def entries(self) -> tuple[Entry, ...]:
-        return (Entry(self.path, "file", (content_digest(self.content),)),)
+        return (Entry(self.path, "file", (content_digest(self.content),), self.mode),)
 
     def perform(self, work: Work) -> None:
         """Record its digest, then replace it at once."""
         work.receipt.record(*self.entries)
         atomicfile.write_file(work.host, self.path, self.content, self.mode)
+
+
+@dataclass(frozen=True)
+class SetMode(Action):
+    """Give a file of ours its mode again."""
+
+    path: HostPath
+    mode: int
+    verb = "set the mode of"
+
+    @property
+    def subject(self) -> str:
+        return f"{self.path} to {self.mode:04o}"
+
+    def perform(self, work: Work) -> None:
+        """chmod(2), of a regular file only."""
+        if stat.S_ISREG(work.host.lstat(self.path).st_mode):
+            work.host.chmod(self.path, self.mode)
 
 
 @dataclass(frozen=True)

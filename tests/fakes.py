@@ -330,6 +330,9 @@ class MachineHost(FaultHost):
 
     def _iptables(self, argv: list[str], _data: bytes) -> tuple[int, str]:
         words = [word for word in argv if word not in ("--wait", "10", "--table", "nat")]
+        if words == ["--list-rules"]:
+            rules = [f"-A {name} {rule}" for name, held in self.chains.items() for rule in held]
+            return 0, "\n".join([*(f"-N {name}" for name in self.chains if name != "POSTROUTING"), *rules]) + "\n"
         action, chain = words[0], words[1]
         known = self.chains.setdefault("POSTROUTING", [])
         if action == "--new-chain":

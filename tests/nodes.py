@@ -111,6 +111,7 @@ class Answer:
     status: int
     text: str
     error: Optional[StratumError]
+    said: str = ""  # on standard error
 
 
 @dataclass
@@ -175,7 +176,7 @@ class Lab:
             return Answer(int(error.exit_code), "", error)
         except OSError as error:
             return Answer(int(ExitCode.FAILED), "", system_error(error))
-        return Answer(ran.status, ran.text, None)
+        return Answer(ran.status, ran.text, None, ran.err.getvalue())
 
 
 @contextlib.contextmanager
@@ -192,7 +193,7 @@ def drawn_names() -> Iterator[None]:
 def boot(lab: Lab, machine: FaultyMachine) -> bool:
     """What systemd does at boot: start the supervisor, if it is enabled; whether it was."""
     wants = f"/etc/systemd/system/multi-user.target.wants/{SERVICE}"
-    if not machine.exists(wants) or not machine.exists("/usr/local/bin/stratum"):
+    if not machine.exists(wants) or not machine.exists("/opt/stratum/pyz/current/stratum.pyz"):
         return False
     context = Context(machine, Output(stdout=io.StringIO(), stderr=io.StringIO()), str(lab.desk.archive), None)
     with lock.hold_lock(machine, "supervise"):

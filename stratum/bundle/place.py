@@ -39,9 +39,10 @@ def component_entries(component: Component) -> list[Entry]:
         directories.update(parent for parent in path.parents if top in parent.parents)
         if item.type == "directory":
             directories.add(path)
+        elif item.type == "symlink":
+            leaves.append(Entry(path, "link", (item.target or "",)))
         else:
-            content = item.target if item.type == "symlink" else item.digest
-            leaves.append(Entry(path, "link" if item.type == "symlink" else "file", (content or "",)))
+            leaves.append(Entry(path, "file", (item.digest or "",), item.mode))
     return [*(Entry(path, "directory") for path in sorted(directories)), *leaves]
 
 

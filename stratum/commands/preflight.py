@@ -9,7 +9,14 @@ from typing import Optional
 from stratum import boot
 from stratum.bundle.place import Placement
 from stratum.bundle.verify import VerifiedBundle, check_all_digests
-from stratum.errors import BundleError, BundleNotFoundError, ExitCode, NotTrustedError, StratumError
+from stratum.errors import (
+    BundleError,
+    BundleNotFoundError,
+    ExitCode,
+    HostRefusedError,
+    NotTrustedError,
+    StratumError,
+)
 from stratum.host import persistence, preflight
 from stratum.host.preflight import REJECT, Finding, Need
 from stratum.node.stack import UNITS
@@ -30,12 +37,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.epilog = f"checks:\n{names}\n\n{parser.epilog}"
 
 
+# What each error of a bundle is called here; any other says that its content is not what it should be.
+_CHECKS = {"wrong-platform": "architecture", "no-containerd": "components"}
+
+
 def _finding(error: StratumError) -> Finding:
-    check = "digests"
-    if isinstance(error, NotTrustedError):
-        check = "signature"
-    elif error.reference == "wrong-platform":
-        check = "architecture"
+    check = "signature" if isinstance(error, NotTrustedError) else _CHECKS.get(error.reference, "digests")
     return Finding(check, REJECT, error.message, error.hint or "get the bundle again")
 
 
@@ -71,7 +78,7 @@ def check_bundle(context: Context, arguments: argparse.Namespace) -> Checked:
         if arguments.bundle is not None:
             raise
         context.out.note(f"only the host is checked: {error.message}")
-    except (BundleError, NotTrustedError) as error:
+    except (BundleError, NotTrustedError, HostRefusedError) as error:
         checked.findings.append(_finding(error))
     return checked
 

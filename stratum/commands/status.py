@@ -16,7 +16,7 @@ from stratum.node.layout import Layout
 from stratum.node.settings import Settings, read_settings
 from stratum.node.stack import UNITS, Stack
 from stratum.node.versions import VersionRecord, read_record
-from stratum.receipt import Condition
+from stratum.receipt import Condition, Entry
 from stratum.scripts.context import Context, add_output
 from stratum.scripts.prerequisites import find_drift as find_prerequisites
 from stratum.scripts.recover import BESIDE
@@ -58,12 +58,16 @@ class Status:
 
 def find_drift(work: Work) -> list[str]:
     """The recorded paths that are missing or changed, each with what is wrong."""
-    return [
-        f"{entry.path}: {condition}"
-        for entry in work.receipt
-        for condition in [work.receipt.condition(entry)]
-        if condition == Condition.CHANGED or (condition == Condition.MISSING and entry.kind in ("file", "link"))
-    ]
+    found = [(entry, _drift_of(work, entry)) for entry in work.receipt]
+    return [f"{entry.path}: {what}" for entry, what in found if what]
+
+
+def _drift_of(work: Work, entry: Entry) -> str:
+    condition = work.receipt.condition(entry)
+    if condition == Condition.CHANGED or (condition == Condition.MISSING and entry.kind in ("file", "link")):
+        return condition
+    mode = work.receipt.changed_mode(entry)
+    return "" if mode is None else f"mode {mode:04o}, was {entry.mode:04o}"
 
 
 def read_status(context: Context, *, drift: bool = True) -> Status:

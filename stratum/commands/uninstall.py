@@ -14,14 +14,15 @@ from typing import Callable
 from stratum import lock, systemd
 from stratum.compiled import ROOT_PLACES
 from stratum.errors import ExitCode, StratumError
-from stratum.host import firewalld, forwarding, masquerade, mounts, netmanagers, network, persistence
+from stratum.host import firewalld, forwarding, masquerade, mounts, netmanagers, network, persistence, portchains
 from stratum.journal import JOURNAL_PATH
 from stratum.node import cni, containerd
 from stratum.node.layout import Layout
 from stratum.node.stack import UNITS, Stack
 from stratum.node.traces import plan_traces
+from stratum.node.units import drop_in_dir
 from stratum.receipt import STATE_DIRECTORY
-from stratum.removal import Removal, plan_removal
+from stratum.removal import Left, Removal, plan_removal
 from stratum.scripts import prerequisites
 from stratum.scripts import stack as stack_script
 from stratum.scripts.context import Context, add_dry_run, add_output, add_root
@@ -30,6 +31,7 @@ from stratum.scripts.run import ignore_signals, load_work, perform, report
 from stratum.steps import Action, Call, Outcome, RemoveDirectory, RemoveFile, RemoveTree, Step, Work
 from stratum.system import HostPath
 
+PORT_CHAINS = f"{portchains.PREFIX}*"
 ROOTS = (HostPath("/opt/stratum"), STATE_DIRECTORY, HostPath("/run/stratum"))
 
 
@@ -93,10 +95,19 @@ def plan_disarm(context: Context) -> list[Action]:
     ]
 
 
+def plan_port_chains(work: Work) -> tuple[list[Action], list[Left]]:
+    """What takes away the chains for published ports, as far as they are ours alone; and what of them stays."""
+    if work.receipt.get(cni.HOST_BIN_DIR / "portmap") is None:
+        return [], []
+    actions, left = portchains.plan_removal(work.host, cni.NETWORK, shared=cni.others_use_cni(work))
+    return actions, [Left(HostPath(PORT_CHAINS), why) for why in left]
+
+
 def plan_network(context: Context, work: Work) -> list[Action]:
-    """Remove our bridge and our part of the firewall; the containers' own interfaces went with the containers."""
+    """Remove our bridge and our part of the firewall; the containers' own interfaces and rules went with them."""
     actions = firewalld.plan_untrust(work)
     actions += forwarding.plan_restore(context.host) + masquerade.plan_removal(context.host)
+    actions += plan_port_chains(work)[0]
     if not network.interface_exists(context.host, cni.BRIDGE):
         return actions
     return [*actions, Call("remove bridge", cni.BRIDGE, lambda: network.remove_bridge(context.host, cni.BRIDGE))]
@@ -176,7 +187,15 @@ def uninstall(context: Context, work: Work, *, keep_data: bool, dry_run: bool) -
             raise
     if dry_run and context.host.live:
         released += [persistence.ENABLEMENT, *(item.path for item in cni.read_attachments(context.host))]
-    removal = plan_removal(work, keep=(containerd.DATA_ROOT,) if keep_data else (), released=released)
+    drop_ins = [drop_in_dir(unit) for unit in (persistence.UNIT, *UNITS)]
+    keep = (containerd.DATA_ROOT,) if keep_data else ()
+    removal = plan_removal(work, keep=keep, released=released, attached=drop_ins)
+    if context.host.live:
+        undone, staying = plan_port_chains(work)
+        # After the teardown none is left to do, unless somebody began to use them in that moment.
+        if not dry_run:
+            staying += [Left(HostPath(PORT_CHAINS), f"{item.subject}: in use by now") for item in undone]
+        removal.left += staying
     steps = delete_steps(context, work, removal, dry_run=dry_run)
     try:
         deleted = perform(context, work, "uninstall", steps, dry_run=dry_run)

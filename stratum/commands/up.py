@@ -22,10 +22,11 @@ from stratum.node.versions import usable_record
 from stratum.removal import plan_removal
 from stratum.scripts import images as image_script
 from stratum.scripts import node as node_script
-from stratum.scripts import prerequisites, supervise
+from stratum.scripts import prerequisites, supervise, switch
 from stratum.scripts import stack as stack_script
 from stratum.scripts.choice import add_bundle_arguments, open_trusted
 from stratum.scripts.context import Context, add_dry_run, add_output, add_root
+from stratum.scripts.overwrites import warn_overwrites
 from stratum.scripts.recover import recover
 from stratum.scripts.run import announce, ignore_signals, load_work, perform, report
 from stratum.scripts.target import Target, check_preflight, target_of_bundle, target_of_version
@@ -73,12 +74,19 @@ def check_version(layout: Layout, target: Target) -> None:
 
 
 def check_places(context: Context, work: Work, layout: Layout, target: Target) -> None:
-    """Somebody else's file at a place of ours is met here, before the first change; raises :class:`StratumError`."""
-    node_script.plan_configuration(work, target.record)
-    node_script.plan_network(work, layout, target.plugins)
-    node_script.plan_units(work, layout)
-    node_script.plan_program(context, work)
-    persistence.plan_enablement(work)
+    """Somebody else's file at a place of ours is met here, before the first change; raises :class:`StratumError`.
+
+    What somebody changed in a file of ours will be gone, so each such file is named.
+    """
+    actions = [
+        *node_script.plan_modes(work),
+        *node_script.plan_configuration(work, target.record),
+        *node_script.plan_network(work, layout, target.plugins),
+        *node_script.plan_units(work, layout),
+        *node_script.plan_program(context, work),
+        *persistence.plan_enablement(work),
+    ]
+    warn_overwrites(context, work, actions, versions=[layout.version_dir(target.record.version)])
 
 
 def build_steps(context: Context, work: Work, stack: Stack, target: Target, settings: Settings) -> list[Step]:
@@ -87,13 +95,14 @@ def build_steps(context: Context, work: Work, stack: Stack, target: Target, sett
     bridged = "bridge" in target.plugins
     steps = [
         Step("state", "record the data directories", lambda: node_script.plan_state(work)),
+        Step("modes", "put back modes that were changed", lambda: node_script.plan_modes(work)),
         Step("unpack", "verify and unpack the bundle", lambda: node_script.plan_unpack(context, target.placement)),
         Step("version", "link the version's files", lambda: node_script.plan_version(work, layout, record)),
         *prerequisites.prerequisite_steps(context, work, settings, record, bridged=bridged),
         Step("configure", "write containerd's configuration", lambda: node_script.plan_configuration(work, record)),
         Step("network", "write the container network", lambda: node_script.plan_network(work, layout, target.plugins)),
         Step("units", "write the units", lambda: node_script.plan_units(work, layout)),
-        Step("program", "put stratum in its place", lambda: node_script.plan_program(context, work)),
+        Step("program", "put stratum in its place", lambda: switch.plan_program(context, work)),
         Step("activate", "make the version current", lambda: node_script.plan_activate(work, layout, record)),
     ]
     steps += prerequisites.label_steps(context, work, settings)
@@ -102,7 +111,11 @@ def build_steps(context: Context, work: Work, stack: Stack, target: Target, sett
         steps += stack_script.start_steps(work, stack)
         steps += image_script.import_steps(context, stack, record)
         steps.append(Step("history", "note what is active", lambda: node_script.plan_history(work, record)))
-    return [*steps, Step("enable", "start at boot", lambda: persistence.plan_enablement(work))]
+    return [
+        *steps,
+        Step("enable", "start at boot", lambda: persistence.plan_enablement(work)),
+        Step("tidy", "remove old copies of stratum", lambda: node_script.plan_old_programs(context, work)),
+    ]
 
 
 def _bring_up(context: Context, arguments: argparse.Namespace, work: Work, stack: Stack) -> Outcome:

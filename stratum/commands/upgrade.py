@@ -61,6 +61,7 @@ def prepare_steps(context: Context, work: Work, layout: Layout, target: Target, 
     bridged = "bridge" in target.plugins
     return [
         Step("state", "record the data directories", lambda: node_script.plan_state(work)),
+        Step("modes", "put back modes that were changed", lambda: node_script.plan_modes(work)),
         Step("unpack", "verify and unpack the bundle", lambda: node_script.plan_unpack(context, target.placement)),
         Step("version", "link the version's files", lambda: node_script.plan_version(work, layout, record)),
         *prerequisites.prerequisite_steps(context, work, settings, record, bridged=bridged),
@@ -83,7 +84,10 @@ def upgrade(
         outcome.performed += run_steps(work, switching, dry_run=True, on_step=announce(context, True)).performed
     else:
         outcome.performed += switch.switch_version(context, work, stack, record, name="upgrade")
-    program = [Step("program", "put stratum in its place", lambda: switch.plan_program(context, work))]
+    program = [
+        Step("program", "put stratum in its place", lambda: switch.plan_program(context, work)),
+        Step("tidy", "remove old copies of stratum", lambda: node_script.plan_old_programs(context, work)),
+    ]
     outcome.performed += perform(context, work, "program", program, dry_run=dry_run).performed
     return outcome
 

@@ -20,6 +20,7 @@ __all__ = [
     "STEADY_FLAGS",
     "UNIT",
     "UNIT_PATH",
+    "active",
     "allow_restart",
     "check_steady",
     "disable",
@@ -93,7 +94,7 @@ def render_unit(argv: Sequence[str]) -> bytes:
 [Unit]
 Description=Stratum node
 After=network.target local-fs.target dbus.service firewalld.service NetworkManager.service
-RequiresMountsFor=/opt/stratum /var/lib/stratum /usr/local/bin
+RequiresMountsFor=/opt/stratum /var/lib/stratum
 StartLimitIntervalSec=0
 
 [Service]
@@ -187,6 +188,13 @@ def main_pid(host: Host) -> int:
     if not systemd_available(host):
         return 0
     return systemd.read_units(host, [UNIT])[UNIT].main_pid
+
+
+def active(host: Host) -> bool:
+    """Whether the unit runs, or is about to. Raises CommandError."""
+    if not systemd_available(host):
+        return False
+    return systemd.read_units(host, [UNIT])[UNIT].active in ("active", "activating")
 
 
 def disable(host: Host) -> None:

@@ -15,6 +15,8 @@ from typing import Callable, Optional
 from stratum.host.finding import REJECT, WARN, Finding
 from stratum.host.floor import check_cgroup, check_kernel, parse_kernel_release
 from stratum.host.netmanagers import check_cloud_setup
+from stratum.host.places import existing_parent, why_unwritable
+from stratum.host.program import COMMAND, LINK, why_no_link
 from stratum.system import SEARCH_PATH, Host, HostPath
 
 __all__ = ["REJECT", "WARN", "Finding", "Need", "check_host", "detect_unmanaged", "parse_kernel_release"]
@@ -30,9 +32,8 @@ OPTIONAL_COMMANDS = {
     ("nft", "iptables"): "containers get no address translation to the outside",
     ("modprobe",): "kernel modules must be loaded already",
 }
-_WRITABLE = ("/etc/stratum", "/etc/systemd/system", "/opt/stratum", "/var/lib/stratum", "/run", "/usr/local/bin")
+_WRITABLE = ("/etc/stratum", "/etc/systemd/system", "/opt/stratum", "/var/lib/stratum", "/run")
 OWNED = HostPath("/opt/stratum")
-_EXECUTABLE = ("/opt/stratum", "/usr/local/bin")
 
 
 @dataclass(frozen=True)
@@ -42,11 +43,6 @@ class Need:
     path: HostPath
     size: int
     inodes: int
-
-
-def existing_parent(host: Host, path: HostPath) -> HostPath:
-    """``path`` or its nearest parent that exists."""
-    return next(candidate for candidate in (path, *path.parents) if host.exists(candidate))
 
 
 def check_root(host: Host) -> list[Finding]:
@@ -85,32 +81,37 @@ def check_commands(host: Host) -> list[Finding]:
 
 
 def check_writable(host: Host) -> list[Finding]:
-    """Each directory that up writes to is writable; a missing one through its nearest parent."""
+    """Each directory that up writes to is writable; a missing one through its nearest parent.
+
+    The command's place on PATH is a convenience: some hosts keep all of /usr read-only, and nothing of the node is
+    in there.
+    """
     findings = []
     for name in _WRITABLE:
-        parent = existing_parent(host, HostPath(name))
-        why = None
-        if not host.is_dir(parent):
-            why = "not a directory"
-        elif host.statvfs(parent).f_flag & os.ST_RDONLY:
-            why = "on a read-only file system"
-        elif not os.access(host.real(parent, follow=True), os.W_OK | os.X_OK):
-            why = "not writable"
+        why, parent = why_unwritable(host, HostPath(name)), existing_parent(host, HostPath(name))
         if why:
-            hint = f"make {parent} writable (findmnt --target {parent} shows its mount)"
-            findings.append(Finding("writable-paths", REJECT, f"{name}: {parent} is {why}", hint))
+            findings.append(Finding("writable-paths", REJECT, f"{name}: {parent} is {why}", _writable_hint(parent)))
+    why = why_no_link(host)
+    if why:
+        message = f"{LINK.parent} is {why}, so there will be no {LINK}"
+        findings.append(Finding("writable-paths", WARN, message, f"run {COMMAND} instead"))
     return findings
+
+
+def _writable_hint(parent: HostPath) -> str:
+    return f"make {parent} writable (findmnt --target {parent} shows its mount)"
 
 
 def check_executable(host: Host) -> list[Finding]:
-    """No ``noexec`` where programs will be: containerd could not start."""
-    findings = []
-    for name in _EXECUTABLE:
-        parent = existing_parent(host, HostPath(name))
-        if host.statvfs(parent).f_flag & os.ST_NOEXEC:
-            hint = f"remount it: mount -o remount,exec $(findmnt --noheadings --output TARGET --target {parent})"
-            findings.append(Finding("noexec", REJECT, f"{name}: its file system is mounted noexec", hint))
-    return findings
+    """No ``noexec`` where programs will be: containerd could not start.
+
+    A link is not asked: what counts for it is the mount of the file that it leads to.
+    """
+    parent = existing_parent(host, OWNED)
+    if not host.statvfs(parent).f_flag & os.ST_NOEXEC:
+        return []
+    hint = f"remount it: mount -o remount,exec $(findmnt --noheadings --output TARGET --target {parent})"
+    return [Finding("noexec", REJECT, f"{OWNED}: its file system is mounted noexec", hint)]
 
 
 def check_space(host: Host, needs: Sequence[Need]) -> list[Finding]:
@@ -284,7 +285,7 @@ CHECKS: Mapping[str, str] = {
     "commands": "systemctl and journalctl are there",
     "optional-commands": "nft or iptables, and modprobe, are there",
     "writable-paths": "the directories that up writes to are writable",
-    "noexec": "programs can be run from /opt/stratum and /usr/local/bin",
+    "noexec": "programs can be run from /opt/stratum",
     "disk-space": "room for everything that will be unpacked",
     "inodes": "inodes for everything that will be unpacked",
     "masked-unit": "no unit of ours is masked",
@@ -296,6 +297,7 @@ CHECKS: Mapping[str, str] = {
     "node-ip": "a Kubernetes node's address is given, recorded or found without doubt",
     "nm-cloud-setup": "nm-cloud-setup, which breaks container traffic, is not enabled",
     "architecture": "the bundle is for this machine",
+    "components": "the bundle has what every node needs",
     "signature": "a trusted key signed the bundle",
     "digests": "each blob of the bundle has its digest",
 }

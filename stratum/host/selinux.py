@@ -126,7 +126,7 @@ def check_policy(host: Host, policy: Policy) -> list[Finding]:
                 "selinux-policy",
                 REJECT if fatal else WARN,
                 f"SELinux is {state.value} and its policy has no {_NEEDED}: containers would not be confined",
-                "install container-selinux, or leave SELinux to yourself: stratum up --no-selinux",
+                "install container-selinux, or opt out with --no-selinux",
             )
         )
     if host.which("semodule") is None:

@@ -26,6 +26,7 @@ __all__ = [
     "RESULTS",
     "choose_subnet",
     "is_ours",
+    "others_use_cni",
     "plan_plugin_links",
     "read_attachments",
     "release_attachment",
@@ -208,6 +209,13 @@ def read_attachments(host: Host) -> list[Attachment]:
         except (OSError, ValueError, KeyError, TypeError, AttributeError):
             continue
     return found
+
+
+def others_use_cni(work: Work) -> bool:
+    """Whether this host has a CNI network that is not ours, or something that is attached to one. Raises OSError."""
+    host, known = work.host, {CONFIG_PATH, *(item.path for item in read_attachments(work.host))}
+    places = [place for place in (CONFIG_PATH.parent, RESULTS) if host.is_dir(place)]
+    return any(place / name not in known for place in places for name in host.listdir(place))
 
 
 def _write(data: bytes, pipe: BinaryIO) -> None:

@@ -100,7 +100,8 @@ def _tree_entries(host: Host, receipt: Receipt, source: HostPath, target: HostPa
         elif stat.S_ISLNK(info.st_mode):
             entries.append(Entry(target / name, "link", (host.readlink(path),)))
         else:
-            entries.append(Entry(target / name, "file", (receipt.digest(path),)))
+            # No file of a bundle has a special bit.
+            entries.append(Entry(target / name, "file", (receipt.digest(path),), info.st_mode & 0o777))
     return entries
 
 
@@ -182,7 +183,7 @@ def relink(layout: Layout, receipt: Receipt, record: VersionRecord, components: 
             host.rename(temporary, there)
             host.fsync_dir(there.parent)
     content = record.to_bytes()
-    receipt.record(Entry(target / VERSION_FILE, "file", (content_digest(content),)))
+    receipt.record(Entry(target / VERSION_FILE, "file", (content_digest(content),), 0o644))
     atomicfile.write_file(host, target / VERSION_FILE, content)
 
 

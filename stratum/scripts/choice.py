@@ -11,10 +11,11 @@ from typing import Optional
 from stratum.bundle.oci import Platform
 from stratum.bundle.source import open_bundle
 from stratum.bundle.verify import VerifiedBundle, open_verified
-from stratum.errors import BundleNotFoundError, UsageError
+from stratum.errors import BundleError, BundleNotFoundError, HostRefusedError, UsageError
 from stratum.host import preflight
 from stratum.node.layout import Layout
 from stratum.receipt import STATE_DIRECTORY
+from stratum.scripts import node as node_script
 from stratum.scripts.context import Context
 from stratum.trust.keyring import load_keyring
 
@@ -56,7 +57,11 @@ def read_keys(paths: Sequence[str]) -> list[bytes]:
 
 @contextlib.contextmanager
 def open_trusted(context: Context, arguments: argparse.Namespace) -> Iterator[Optional[VerifiedBundle]]:
-    """The bundle, verified down to its description; None when there is none and a node is there already."""
+    """The bundle, verified down to its description; None when there is none and a node is there already.
+
+    Raises :class:`HostRefusedError` for one that is made for other machines, :class:`BundleError` for one that makes
+    no node, and what :func:`open_verified` raises.
+    """
     path = find_bundle(context, arguments.bundle, installed=Layout(context.host).current() is not None)
     if path is None:
         yield None
@@ -66,7 +71,16 @@ def open_trusted(context: Context, arguments: argparse.Namespace) -> Iterator[Op
     if insecure:
         context.out.warn(f"{path}: the signature is NOT checked; whoever made this bundle becomes root here")
     with open_bundle(path, stdin=context.stdin) as source:
-        yield open_verified(source, keys, platform=Platform.of_machine(context.host.machine()), insecure=insecure)
+        platform = Platform.of_machine(context.host.machine())
+        try:
+            bundle = open_verified(source, keys, platform=platform, insecure=insecure)
+        except BundleError as error:
+            if error.reference != "wrong-platform":
+                raise
+            # Nothing is wrong with the bundle: it is this host that it does not fit.
+            raise HostRefusedError(error.reference, error.message, hint=error.hint) from None
+        node_script.containerd_version(node_script.record_of(bundle))
+        yield bundle
 
 
 def _candidates(directory: str) -> list[str]:

@@ -10,7 +10,7 @@ from stratum.bundle.images import IMAGES_DIRECTORY
 from stratum.bundle.oci import Description
 from stratum.bundle.place import COMPONENTS, Placement, component_dir
 from stratum.bundle.verify import VerifiedBundle
-from stratum.errors import StratumError
+from stratum.errors import BundleError, StratumError
 from stratum.host import persistence, program
 from stratum.host.preflight import Need
 from stratum.node import cni, containerd
@@ -22,7 +22,7 @@ from stratum.node.versions import VersionRecord, assemble, differences, read_rec
 from stratum.receipt import STATE_DIRECTORY, Entry
 from stratum.scripts.context import Context
 from stratum.staging import OWN_ROOT
-from stratum.steps import Action, Call, Command, PlaceLink, Work, plan_directory, plan_file, withdraw
+from stratum.steps import Action, Call, Command, PlaceLink, SetMode, Work, plan_directory, plan_file, withdraw
 from stratum.system import HostPath
 
 # Directories that fill while the node runs; whatever is in them is Stratum's to remove.
@@ -59,7 +59,7 @@ def needs(context: Context, placement: Placement) -> list[Need]:
     size, inodes = placement.component_space()
     # The version has each file under a second name, which takes an inode on some file systems (tmpfs).
     names = inodes + _PLACES if inodes else 0
-    fresh = context.archive is not None and not context.host.lexists(program.LINK)
+    fresh = context.archive is not None and not context.host.lexists(program.CURRENT)
     return [
         Need(COMPONENTS, size, inodes + names),
         Need(program.PROGRAMS, os.stat(context.archive).st_size if fresh and context.archive else 0, 0),
@@ -86,6 +86,16 @@ def _runtime_entries() -> list[Entry]:
     outside = [path for path in made if not any(tree in (path, *path.parents) for tree in DATA_TREES)]
     leaves = [path for path in outside if not any(path in other.parents for other in made)]
     return [Entry(path, "tree" if path in leaves else "directory") for path in outside]
+
+
+def plan_modes(work: Work) -> list[Action]:
+    """Give the files of versions, components and the program their modes again; one file may have several names."""
+    actions: dict[tuple[int, int], Action] = {}
+    for entry in work.receipt:
+        if OWN_ROOT in entry.path.parents and entry.mode is not None and work.receipt.changed_mode(entry) is not None:
+            info = work.host.lstat(entry.path)
+            actions.setdefault((info.st_dev, info.st_ino), SetMode(entry.path, entry.mode))
+    return list(actions.values())
 
 
 def plan_unpack(context: Context, placement: Optional[Placement]) -> list[Action]:
@@ -124,14 +134,19 @@ def plan_version(work: Work, layout: Layout, record: VersionRecord) -> list[Acti
 
 def plan_configuration(work: Work, record: VersionRecord) -> list[Action]:
     """containerd's configuration, in the format of its release."""
+    return plan_file(work, containerd.CONFIG_PATH, containerd.render_config(containerd_version(record)))
+
+
+def containerd_version(record: VersionRecord) -> str:
+    """The version of containerd, without which there is no node; raises :class:`BundleError`."""
     version = record.component_version("containerd")
     if version is None:
-        raise StratumError(
+        raise BundleError(
             "no-containerd",
             f"bundle {record.bundle} {record.version} has no component called containerd",
             hint="every bundle needs one; see the definitions that come with Stratum",
         )
-    return plan_file(work, containerd.CONFIG_PATH, containerd.render_config(version))
+    return version
 
 
 def plan_network(work: Work, layout: Layout, plugins: tuple[str, ...]) -> list[Action]:
@@ -181,6 +196,11 @@ def plan_program(context: Context, work: Work) -> list[Action]:
     return program.plan_program(work, context.archive)
 
 
+def plan_old_programs(context: Context, work: Work) -> list[Action]:
+    """Remove the copies of the pyz that nothing will go back to."""
+    return program.plan_prune(work, context.archive) if context.archive else []
+
+
 def plan_activate(work: Work, layout: Layout, record: VersionRecord) -> list[Action]:
     """Turn the link to the version."""
     if layout.current() == record.version:
@@ -205,4 +225,5 @@ def print_running(context: Context, stack: Stack) -> None:
     out = context.out
     out.result(f"running: {record.bundle} {record.version}")
     out.result("  " + ", ".join(f"{name} {number}" for name, number, _ in record.components))
-    out.result(f"  containerd at {containerd.ADDRESS}; try: stratum exec ctr version")
+    command = program.COMMAND if program.why_no_link(context.host) else "stratum"
+    out.result(f"  containerd at {containerd.ADDRESS}; try: {command} exec ctr version")

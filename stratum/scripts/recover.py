@@ -8,6 +8,7 @@ from stratum.bundle.images import reap_blobs
 from stratum.bundle.place import COMPONENTS
 from stratum.errors import StratumError
 from stratum.host import persistence
+from stratum.host.fstab import FSTAB
 from stratum.journal import Operation
 from stratum.node.layout import Layout
 from stratum.node.stack import STARTED, Stack
@@ -31,7 +32,7 @@ def recover(context: Context, work: Work, stack: Stack, *, command: str) -> None
     """
     reap_staging(context.host)
     reap_blobs(context.host)
-    reap_temporaries(context.host, work.receipt, (STARTED, persistence.OVERRIDE))
+    reap_temporaries(context.host, work.receipt, (STARTED, persistence.OVERRIDE, FSTAB))
     forget_absent(work)
     operation = work.journal.unfinished()
     if operation is None or not context.host.live:

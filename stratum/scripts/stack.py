@@ -8,7 +8,7 @@ from typing import Callable, Optional
 
 from stratum import systemd
 from stratum.errors import join_errors
-from stratum.host import firewalld, forwarding, masquerade, mounts, persistence
+from stratum.host import firewalld, forwarding, masquerade, mounts, persistence, portchains
 from stratum.node import cni, pods
 from stratum.node.backend import Backend, Hooks
 from stratum.node.stack import CONTAINER_CGROUPS, UNITS, Stack
@@ -210,7 +210,11 @@ def plan_masquerade(stack: Stack, bridged: bool) -> list[Action]:
     subnet = cni.choose_subnet(stack.host) if bridged else cni.subnet_in_force(stack.host)
     if not subnet:
         return []
-    return forwarding.plan_forwarding(stack.host) + masquerade.plan_masquerade(stack.host, subnet)
+    return [
+        *forwarding.plan_forwarding(stack.host),
+        *masquerade.plan_masquerade(stack.host, subnet),
+        *portchains.plan_remember(stack.host),
+    ]
 
 
 def network_steps(context: Context, work: Work, stack: Stack, *, bridged: bool = False) -> list[Step]:

@@ -11,6 +11,7 @@ from typing import Callable, Optional
 
 from stratum.errors import CommandError, StratumError
 from stratum.host import persistence
+from stratum.host.program import CURRENT
 from stratum.node.backend import UpgradeError
 from stratum.node.history import note_activation
 from stratum.node.layout import Layout
@@ -21,7 +22,8 @@ from stratum.scripts import images as image_script
 from stratum.scripts import node as node_script
 from stratum.scripts import stack as stack_script
 from stratum.scripts.context import Context
-from stratum.steps import Action, Call, Step, Work
+from stratum.scripts.overwrites import warn_overwrites
+from stratum.steps import Action, Call, PlaceLink, Step, Work
 from stratum.systemd import journal_tail
 
 __all__ = ["check_programs", "plan_check", "plan_program", "recover_switch", "switch_plan", "switch_version"]
@@ -75,8 +77,19 @@ def switch_plan(
     context: Context, work: Work, stack: Stack, record: VersionRecord, plugins: tuple[str, ...]
 ) -> Sequence[Step]:
     """The steps of the switch, for a dry run; ``plugins`` are the CNI plugins of the version."""
+    _warn_overwrites(context, work, stack, record, plugins)
     backend = stack_script.make_backend(work, stack, record=record, plugins=plugins)
     return backend.switch_steps(record.version, functools.partial(_wait_ready, context, work, stack, record))
+
+
+def _warn_overwrites(
+    context: Context, work: Work, stack: Stack, record: VersionRecord, plugins: tuple[str, ...]
+) -> None:
+    actions = [
+        *node_script.plan_configuration(work, record),
+        *node_script.plan_network(work, stack.layout, plugins),
+    ]
+    warn_overwrites(context, work, actions)
 
 
 def switch_version(context: Context, work: Work, stack: Stack, record: VersionRecord, *, name: str) -> Performed:
@@ -89,6 +102,7 @@ def switch_version(context: Context, work: Work, stack: Stack, record: VersionRe
     backend = stack_script.make_backend(work, stack, record=record, previous=previous, warn=context.out.warn)
     performed: Performed = []
     going_back: list[BaseException] = []
+    _warn_overwrites(context, work, stack, record, stack.layout.plugins(record.version))
 
     def note(step: Step, actions: Sequence[Action]) -> None:
         context.out.note(f"{step.name}: {step.summary}")
@@ -213,8 +227,10 @@ def recover_switch(context: Context, work: Work, stack: Stack, source: Optional[
 
 
 def plan_program(context: Context, work: Work) -> list[Action]:
-    """Put the pyz that runs in its place, and let the supervisor run it."""
+    """Put the pyz that runs in its place, and let a supervisor that runs go on with it."""
     actions = node_script.plan_program(context, work)
-    if actions and persistence.installed(context.host):
+    # The link on PATH is for people: making that one changes nothing that runs.
+    turned = any(isinstance(item, PlaceLink) and item.path == CURRENT for item in actions)
+    if turned and persistence.active(context.host):
         actions.append(Call("restart", persistence.UNIT, lambda: persistence.restart(context.host)))
     return actions

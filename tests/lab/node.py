@@ -18,7 +18,7 @@ IMAGE = "docker.io/library/busybox:stratum-demo"
 TRUST = "/etc/stratum/trust.d"
 
 # Databases and records with a time, an inode or a random number in them.
-_UNIQUE = ("/containerd/", "/receipt.json", "/journal.json", "/history.json", "/run/stratum/lock")
+_UNIQUE = ("/containerd/", "/receipt.json", "/journal.json", "/history.json", "/run/stratum/lock", "/started.json")
 # What running containers leaves until the node is stopped: addresses, layers.
 _USED = ("/snapshots/", "/ingest/", "/run/stratum/cni", "v2.task/default")
 

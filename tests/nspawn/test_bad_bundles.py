@@ -153,7 +153,7 @@ def test_a_flipped_bit_anywhere_is_found(host: MachineNode, before: Snapshot, pl
 
 def test_only_a_bundle_that_a_trusted_key_signed_is_taken(host: MachineNode, before: Snapshot) -> None:
     good = Publisher.demo()
-    check_refused(up_with(host, Publisher.demo().build()), FAILED, "no-containerd")  # trusted, but no node
+    check_refused(up_with(host, Publisher.demo().build()), MALFORMED, "no-containerd")  # trusted, but no node
     stranger = Publisher.demo()
     stranger.signers = ("stranger",)
     check_refused(up_with(host, stranger.build()), NOT_TRUSTED, "unknown-key", bundles.key_pair("stranger")[1].key_id)
@@ -177,7 +177,7 @@ def test_a_key_given_for_one_run_is_trusted_in_that_run_only(host: MachineNode, 
     stranger.signers = ("stranger",)
     host.machine.write("/root/stranger.pub", bundles.key_pair("stranger")[1].to_bytes())
     done = up_with(host, stranger.build(), "--trust", "/root/stranger.pub")
-    check_refused(done, FAILED, "no-containerd")
+    check_refused(done, MALFORMED, "no-containerd")
     check_refused(up_with(host, stranger.build()), NOT_TRUSTED, "unknown-key")
     host.machine.run(["rm", "/root/stranger.pub"])
 
@@ -267,7 +267,7 @@ def test_a_bomb_is_stopped_by_the_size_that_was_signed(host: MachineNode, before
 def test_a_bundle_for_another_machine_or_of_an_unknown_kind_is_refused(host: MachineNode, before: Snapshot) -> None:
     foreign = Publisher.demo()
     foreign.platforms = (ARM64,)
-    check_refused(up_with(host, foreign.build()), MALFORMED, "wrong-platform", "linux/arm64", "linux/amd64")
+    check_refused(up_with(host, foreign.build()), HOST_REFUSED, "wrong-platform", "linux/arm64", "linux/amd64")
     odd = holding([PROGRAM], media_type="application/vnd.oci.image.layer.v1.tar+lzma")
     check_refused(up_with(host, odd.build()), MALFORMED, refusal(up_with(host, odd.build())), "tar+lzma")
     # A layer whose name says gzip and whose bytes say zstd.

@@ -141,6 +141,44 @@ def test_noexec_where_the_programs_go_is_refused_by_name(bare: MachineNode, befo
         bare.machine.run(["umount", "/opt"])
 
 
+def test_a_read_only_place_for_the_command_is_no_obstacle(bare: MachineNode, before: Snapshot) -> None:
+    command = "/opt/stratum/pyz/current/stratum.pyz"
+    # All of /usr, as images that are never written have it, and noexec where the command would be.
+    bare.machine.sh(
+        "mount --bind /usr /usr; mount -o remount,bind,ro /usr;"
+        "mount --bind /usr/local /usr/local; mount -o remount,bind,ro,noexec /usr/local"
+    )
+    try:
+        assert bare.json("preflight", "--bundle", BUNDLE)["fit"]
+        dry = bare.stratum("up", "--dry-run")
+        done = bare.stratum("up")
+        for words in (dry, done):
+            (warning,) = [line for line in words.stderr.splitlines() if "warning" in line]
+            assert "/usr/local/bin/stratum" in warning and f"run {command} instead" in warning
+        assert f"try: {command} exec" in done.stdout
+        assert not bare.machine.exists("/usr/local/bin/stratum")
+        bare.settle()
+        argv = bare.machine.run(["systemctl", "show", "-P", "ExecStart", "stratum.service"]).stdout
+        assert f"argv[]=/usr/bin/python3 -IS {command} up --supervise" in argv
+        assert bare.machine.run([command, "status"]).status == 0
+        assert bare.stratum("up").lines[0] == "nothing to do"
+        bare.machine.sh("umount /usr/local; mount -o remount,bind,rw /usr")
+        assert "warning" not in bare.stratum("up").stderr
+        assert bare.machine.run(["stratum", "status"]).status == 0
+        bare.machine.run(["stratum", "uninstall", "--quiet"])
+    finally:
+        # Lazily: a service of the machine that was started meanwhile goes on running from it.
+        bare.machine.sh("if mountpoint -q /usr/local; then umount /usr/local; fi; umount --lazy /usr")
+
+
+def test_without_the_command_uninstall_takes_all_away(bare: MachineNode, before: Snapshot) -> None:
+    bare.machine.sh("mount --bind /usr/local/bin /usr/local/bin; mount -o remount,bind,ro /usr/local/bin")
+    try:
+        check_works(bare)
+    finally:
+        bare.machine.run(["umount", "/usr/local/bin"])
+
+
 def test_a_full_tmp_is_not_needed(bare: MachineNode, before: Snapshot) -> None:
     bare.machine.sh("mount -t tmpfs -o size=16m none /tmp; dd if=/dev/zero of=/tmp/full bs=1M 2>/dev/null || true")
     try:

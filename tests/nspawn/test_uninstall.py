@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import json
 from collections.abc import Iterator
 
@@ -109,6 +110,9 @@ def test_a_file_that_somebody_changed_stays_and_is_named(bare: MachineNode, befo
         f"echo '# mine' >>{configuration}; ln -sfn /usr/bin/true {link}; touch /opt/stratum/node/1.0/bin/mine;"
         "mkdir -p /opt/stratum/mine; echo x >/opt/stratum/mine/file"
     )
+    drop_ins = [f"/etc/systemd/system/{unit}.service.d" for unit in ("stratum", "stratum-containerd")]
+    for directory in drop_ins:
+        bare.machine.write(f"{directory}/50-mine.conf", "[Service]\nNice=1\n")
     plan = bare.json("uninstall", "--dry-run")
     done = bare.stratum("uninstall")
     left = {item["path"]: item["why"] for item in plan["left"]}
@@ -116,13 +120,15 @@ def test_a_file_that_somebody_changed_stays_and_is_named(bare: MachineNode, befo
     assert left[configuration] == left[link] == "changed since Stratum wrote it"
     assert left["/opt/stratum/node/1.0/bin"] == "holds what is not Stratum's: mine"
     assert "mine" in left["/opt/stratum"]
+    assert all(left[directory] == "holds what is not Stratum's: 50-mine.conf" for directory in drop_ins)
     assert bare.machine.read(configuration).endswith("# mine\n")
     assert bare.machine.run(["readlink", link]).stdout == "/usr/bin/true\n"
     after = snapshot(bare.machine)["files"]
     assert {path for path in after if path not in before["files"]} == {*left, *(
         "/opt/stratum/mine", "/opt/stratum/mine/file", "/opt/stratum/node/1.0/bin/mine"
-    )}
-    bare.machine.sh("rm -r /etc/stratum/containerd /opt/cni /opt/stratum")
+    ), *(f"{directory}/50-mine.conf" for directory in drop_ins)}
+    bare.machine.run(["rm", "-r", "/etc/stratum/containerd", "/opt/cni", "/opt/stratum", *drop_ins])
+    bare.machine.run(["systemctl", "daemon-reload"])
 
 
 def test_a_drop_in_of_the_admin_is_shown_and_kept(bare: MachineNode, before: Snapshot) -> None:
@@ -222,6 +228,74 @@ def test_firewall_rules_and_chains_of_the_admin_are_the_same_afterwards(bare: Ma
     check_same(rules, snapshot(bare.machine))
     # Base chains that iptables itself made stay when they are emptied, so the tables go.
     bare.machine.sh("iptables -P INPUT ACCEPT; iptables -P FORWARD ACCEPT; nft flush ruleset")
+
+
+PORTS = [{"hostPort": 8080, "containerPort": 80, "protocol": "tcp"}]
+
+
+def publish(node: MachineNode, name: str) -> None:
+    """Publish a port as containerd does it: ADD of the real portmap plugin, and libcni's file about it."""
+    network = json.loads(node.machine.read("/etc/cni/net.d/10-stratum.conflist"))
+    namespace = f"/run/netns/{name}"
+    result = {
+        "cniVersion": "1.0.0",
+        "interfaces": [{"name": "eth0", "sandbox": namespace}],
+        "ips": [{"interface": 0, "address": "10.215.0.5/16", "gateway": "10.215.0.1"}],
+    }
+    request = {
+        **network["plugins"][1], "name": "stratum", "cniVersion": "1.0.0", "prevResult": result,
+        "runtimeConfig": {"portMappings": PORTS},
+    }
+    node.machine.sh(f"ip netns add {name}")
+    environment = {
+        "CNI_COMMAND": "ADD", "CNI_CONTAINERID": name, "CNI_IFNAME": "eth0", "CNI_NETNS": namespace,
+        "CNI_PATH": "/opt/cni/bin", "PATH": "/usr/sbin:/usr/bin",
+    }
+    node.machine.run(["/opt/cni/bin/portmap"], env=environment, input=json.dumps(request))
+    node.machine.sh(f"ip netns delete {name}; umount /run/netns; rmdir /run/netns")
+    memory = {
+        "kind": "cniCacheV1", "containerId": name, "ifName": "eth0", "networkName": "stratum", "result": result,
+        "config": base64.b64encode(json.dumps(network).encode()).decode(), "capabilityArgs": {"portMappings": PORTS},
+    }
+    node.machine.write(f"/var/lib/cni/results/stratum-{name}-eth0", json.dumps(memory))
+
+
+@pytest.mark.parametrize("owner", ["ours alone", "there before", "others too"])
+def test_chains_for_published_ports_go_where_they_are_ours_alone(
+    bare: MachineNode, before: Snapshot, owner: str
+) -> None:
+    machine = bare.machine
+    rules = ["iptables", "--table", "nat", "--list-rules"]
+    # An admin's rule first: the table and its base chains, which iptables makes, are there then in any case.
+    machine.sh("iptables -t nat -A POSTROUTING -s 192.0.2.0/24 -j RETURN")
+    if owner == "there before":
+        machine.sh("iptables -t nat -N CNI-HOSTPORT-DNAT; iptables -t nat -A OUTPUT -j CNI-HOSTPORT-DNAT")
+    clean, theirs = machine.run(rules).stdout, "/etc/cni/net.d/87-theirs.conflist"
+    try:
+        up(bare)
+        publish(bare, "web")
+        if owner == "others too":
+            machine.write(theirs, "{}")
+        assert "--dports 8080" in machine.run(rules).stdout
+        plan = bare.json("uninstall", "--dry-run")
+        listed = [action["subject"] for step in plan["steps"] for action in step["actions"]]
+        assert "--dports 8080" in machine.run(rules).stdout
+        done = bare.json("uninstall")
+        after = machine.run(rules).stdout
+        assert "8080" not in after and "-s 192.0.2.0/24" in after
+        named = {item["path"]: item["why"] for item in done["left"]}
+        assert done["left"] == plan["left"]
+        chains = "CNI-HOSTPORT-* in the table nat of iptables"
+        assert (chains in listed) == (owner == "ours alone")
+        if owner == "ours alone":
+            assert (after, named) == (clean, {})
+        elif owner == "there before":
+            # The plugin has completed what was there, which nobody can tell from it any more.
+            assert "CNI-HOSTPORT-DNAT" in after and named == {}
+        else:
+            assert "CNI-HOSTPORT-DNAT" in after and "others use CNI" in named["CNI-HOSTPORT-*"]
+    finally:
+        machine.sh(f"rm -f {theirs}; rmdir /etc/cni/net.d /etc/cni 2>/dev/null || true; nft flush ruleset")
 
 
 def test_uninstall_says_in_json_what_stays(bare: MachineNode, before: Snapshot) -> None:

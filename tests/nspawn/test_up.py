@@ -59,6 +59,26 @@ def outside(paths: list[str]) -> list[HostPath]:
     return [path for path in found if not any(root in (path, *path.parents) for root in OWN_ROOTS)]
 
 
+def test_a_newer_program_takes_over_and_only_the_one_before_it_stays(node: MachineNode) -> None:
+    machine, supervisors = node.machine, []
+    node.stratum("up", "--quiet")
+    for number in range(3):
+        # Another build, as far as anybody can tell: the line before the archive has one more space.
+        machine.sh(f"LC_ALL=C sed -i '1s/python3 /python3  /' {PYZ}")
+        node.settle()
+        before = machine.run(["systemctl", "show", "-P", "MainPID", "stratum"]).stdout
+        node.stratum("up", "--quiet")
+        node.settle()
+        supervisors.append((before, machine.run(["systemctl", "show", "-P", "MainPID", "stratum"]).stdout))
+        kept = machine.run(["ls", "/opt/stratum/pyz"]).lines
+        assert (len(kept), "current" in kept) == (3, True), f"after {number + 1}: {kept}"
+        assert machine.sh(f"cmp {PYZ} /opt/stratum/pyz/current/stratum.pyz").status == 0
+    assert all(before != after for before, after in supervisors)
+    assert node.stratum("up").lines[0] == "nothing to do"
+    status = node.json("status")
+    assert (status["ready"], status["drift"], status["unfinished"]) == (True, [], None)
+
+
 def test_up_runs_with_all_three_streams_closed(running: MachineNode) -> None:
     done = running.machine.run(["sh", "-c", f"exec {PYZ} up <&- >&- 2>&-"], env=BARE_ENV)
     assert (done.stdout, done.stderr) == ("", "")
@@ -175,10 +195,16 @@ def test_up_puts_back_what_is_missing_or_damaged(running: MachineNode) -> None:
     program = "/opt/stratum/node/1.0/bin/runc"
     # The file of the version is a hard link to the component's: writing into it damages both.
     machine.sh(f"rm /opt/cni/bin/vlan /etc/cni/net.d/10-stratum.conflist; echo x >>{program}; chmod 600 {program}")
+    configuration, client = "/etc/stratum/containerd/config.toml", "/opt/stratum/node/1.0/bin/ctr"
+    machine.sh(f"echo '# mine' >>{configuration}; chmod 600 {client}")
     drift = running.json("status", check=False)["drift"]
     named = {line.split(":")[0] for line in drift}
-    assert named >= {"/opt/cni/bin/vlan", "/etc/cni/net.d/10-stratum.conflist", program}
-    running.stratum("up")
+    assert named >= {"/opt/cni/bin/vlan", "/etc/cni/net.d/10-stratum.conflist", program, configuration}
+    assert f"{client}: mode 0600, was 0755" in drift
+    done = running.stratum("up")
+    # What somebody changed is named before it is gone; what was only missing is no loss.
+    warned = {line.split(": ")[2] for line in done.stderr.splitlines() if ": warning: " in line}
+    assert warned == {program, configuration, client}
     assert installed(snapshot(machine)) == before
     assert running.json("status")["drift"] == []
     assert machine.run(["/opt/stratum/node/current/bin/runc", "--version"]).stdout.startswith("runc version")

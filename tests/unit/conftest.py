@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
@@ -14,6 +15,17 @@ import pytest
 
 from stratum.runtimedir import Place, UnusableError, open_trusted
 from tests.pyz import ROOT, built_pyz, default_cache
+
+
+@pytest.fixture(autouse=True)
+def process_state() -> Iterator[None]:
+    """Commands that run in this process set signal handlers and the umask; the next test finds them as they were."""
+    signals = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)}
+    mask = os.umask(0o022)
+    yield
+    os.umask(mask)
+    for number, handler in signals.items():
+        signal.signal(number, handler)
 
 
 @pytest.fixture

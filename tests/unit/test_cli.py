@@ -8,7 +8,6 @@ import re
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -19,16 +18,6 @@ from stratum.commands import status, versions
 from stratum.errors import BundleError, ExitCode, StratumError
 from tests.fakes import make_tree
 from tests.pyz import ROOT
-
-
-@pytest.fixture(autouse=True)
-def process_state() -> Iterator[None]:
-    signals = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGINT)}
-    mask = os.umask(0o022)
-    yield
-    os.umask(mask)
-    for number, handler in signals.items():
-        signal.signal(number, handler)
 
 
 def stratum(*words: str, **options: object) -> subprocess.CompletedProcess[str]:

@@ -6,7 +6,6 @@ import hashlib
 import json
 import os
 import shutil
-import signal
 import socket
 import tempfile
 from collections.abc import Iterator
@@ -29,16 +28,6 @@ from tests.fakes import Desk, Killed, MachineHost, make_tree, node_publisher, re
 CONTAINERD, SUPERVISOR = "stratum-containerd.service", "stratum.service"
 OVERRIDE = "run/systemd/system/stratum.service.d/zzz-stratum-no-restart.conf"
 WANTS = "etc/systemd/system/multi-user.target.wants/stratum.service"
-
-
-@pytest.fixture(autouse=True)
-def process_state() -> Iterator[None]:
-    signals = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)}
-    mask = os.umask(0o022)
-    yield
-    os.umask(mask)
-    for number, handler in signals.items():
-        signal.signal(number, handler)
 
 
 @pytest.fixture

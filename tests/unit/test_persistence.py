@@ -20,7 +20,7 @@ from tests.fakes import FaultHost, MachineHost, make_tree
 
 OVERRIDE = Path(str(persistence.OVERRIDE).lstrip("/"))
 WANTS = Path("etc/systemd/system/multi-user.target.wants/stratum.service")
-ARGV = ["/usr/bin/python3", "-IS", "/usr/local/bin/stratum", "up", "--supervise"]
+ARGV = ["/usr/bin/python3", "-IS", "/opt/stratum/pyz/current/stratum.pyz", "up", "--supervise"]
 
 
 @pytest.fixture
@@ -75,7 +75,7 @@ def test_starting_without_the_unit_is_an_error_with_a_way_out(machine: MachineHo
 def test_the_unit_runs_the_steady_state_command_line(root: Path, unit: MachineHost) -> None:
     text = (root / "etc/systemd/system/stratum.service").read_text()
     (line,) = [line for line in text.splitlines() if line.startswith("ExecStart=")]
-    assert line == "ExecStart=/usr/bin/python3 -IS /usr/local/bin/stratum up --supervise"
+    assert line == "ExecStart=/usr/bin/python3 -IS /opt/stratum/pyz/current/stratum.pyz up --supervise"
     for flag in ("--bundle", "--trust", "--insecure", "--dry-run"):
         assert flag not in text, "a flag of one run must not come back at each boot"
 

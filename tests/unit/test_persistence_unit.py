@@ -23,7 +23,7 @@ from stratum.steps import Action, Work
 from stratum.system import Completed, Host, PathLike
 from tests.fakes import MachineHost, make_tree
 
-ARGV = ["/usr/bin/python3", "-IS", "/usr/local/bin/stratum", "up", "--supervise"]
+ARGV = ["/usr/bin/python3", "-IS", "/opt/stratum/pyz/current/stratum.pyz", "up", "--supervise"]
 
 
 class Machine(MachineHost):

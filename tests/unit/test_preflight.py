@@ -16,7 +16,7 @@ from stratum.cli import build_parser
 from stratum.host import preflight
 from stratum.host.preflight import REJECT, WARN, Finding, Need, check_host, detect_unmanaged
 from stratum.system import Host, HostPath, PathLike
-from tests.bundles import snapshot
+from tests.bundles import Entry, Part, directory, snapshot
 from tests.fakes import Desk, MachineHost, make_tree, node_publisher
 
 GIB = 1 << 30
@@ -199,16 +199,32 @@ class Mounted(MachineHost):
         ("/opt", {"/opt/stratum"}),
         ("/var", {"/var/lib/stratum"}),
         ("/run", {"/run"}),
-        ("/usr", {"/usr/local/bin"}),
-        ("/", {"/etc/stratum", "/etc/systemd/system", "/opt/stratum", "/var/lib/stratum", "/run", "/usr/local/bin"}),
+        ("/usr", set()),
+        ("/", {"/etc/stratum", "/etc/systemd/system", "/opt/stratum", "/var/lib/stratum", "/run"}),
     ],
 )
 def test_a_read_only_place_is_found_before_anything_is_written(root: Path, place: str, hit: set[str]) -> None:
     host = Mounted(str(root), {})
     host.flags = {place: os.ST_RDONLY}
     found = [finding for finding in check_host(host) if finding.check == "writable-paths"]
-    assert {finding.message.partition(":")[0] for finding in found} == hit
+    assert {finding.message.partition(":")[0] for finding in found if finding.severity == REJECT} == hit
     assert all("read-only" in finding.message for finding in found)
+
+
+def test_a_read_only_place_for_the_command_is_one_warning_that_names_what_to_run(root: Path) -> None:
+    host = Mounted(str(root), {})
+    host.flags = {"/usr/local": os.ST_RDONLY | os.ST_NOEXEC}
+    (finding,) = check_host(host)
+    assert (finding.check, finding.severity) == ("writable-paths", WARN)
+    assert "/usr/local/bin/stratum" in finding.message
+    assert finding.hint == "run /opt/stratum/pyz/current/stratum.pyz instead"
+
+
+def test_noexec_for_the_command_is_nothing_to_say(root: Path) -> None:
+    """It is a link: what counts is the mount of the file that it leads to."""
+    host = Mounted(str(root), {})
+    host.flags = {"/usr/local/bin": os.ST_NOEXEC}
+    assert check_host(host) == []
 
 
 def test_a_file_in_place_of_a_directory_is_found(root: Path, machine: MachineHost) -> None:
@@ -468,6 +484,15 @@ def test_a_bundle_for_another_architecture_is_a_finding(desk: Desk, machine: Mac
     status, document = run(desk, machine, "--bundle", str(bundle))
     assert status == 10
     assert [finding["check"] for finding in document["findings"]] == ["architecture"]
+
+
+def test_a_bundle_that_makes_no_node_is_a_finding(desk: Desk, machine: MachineHost) -> None:
+    bundle = node_publisher(parts=[Part("tool", [directory("bin"), Entry("bin/tool", b"x")])]).build()
+    status, document = run(desk, machine, "--bundle", str(desk.bundle(bundle)))
+    assert status == 10
+    (finding,) = document["findings"]
+    assert (finding["check"], "no component called containerd" in finding["message"]) == ("components", True)
+    assert document["bundle"] == "no bundle"
 
 
 def test_without_a_bundle_the_host_alone_is_checked(desk: Desk, machine: MachineHost) -> None:

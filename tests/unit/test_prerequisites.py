@@ -5,12 +5,16 @@ The machine is a directory tree that plays systemd, swap, sysctls and the networ
 
 from __future__ import annotations
 
+import copy as copy_module
 import io
+import itertools
 import json
+import shutil
 import struct
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Callable
+from typing import Any, Callable, Optional
 
 import pytest
 
@@ -27,7 +31,7 @@ from stratum.scripts.footprint import OWN_ROOTS, find_place, footprint
 from stratum.system import HostPath, PathLike
 from tests import netlink
 from tests.bundles import Entry, Part, snapshot
-from tests.fakes import Desk, MachineHost, make_tree, node_publisher, relative
+from tests.fakes import Desk, Killed, MachineHost, make_tree, node_publisher, relative
 
 FSTAB = b"UUID=x / ext4 defaults 0 1\n/swap.img none swap sw 0 0\n"
 HEADER = "Filename\t\t\t\tType\t\tSize\t\tUsed\t\tPriority\n"
@@ -452,3 +456,74 @@ def test_what_an_admin_changed_meanwhile_stays(desk: Desk, host: KubernetesHost,
     assert drop_in(host, "/etc/fstab").read_bytes() == FSTAB + b"/dev/sdb1 /srv ext4 defaults 0 2\n"
     assert host.sysctl("net/bridge/bridge-nf-call-iptables") == "2"
     assert not drop_in(host, sysctls.REMEMBERED).exists()
+
+
+# -- cut off --------------------------------------------------------------------------------------------------
+
+
+def next_run(host: KubernetesHost, dies_at: Optional[int] = None) -> KubernetesHost:
+    """The same machine as another process finds it."""
+    shared = {name: getattr(host, name) for name in ("units", "images", "chains", "clock", "on", "addresses")}
+    return KubernetesHost(host.root, {}, dies_at, **shared)
+
+
+def controls(host: KubernetesHost) -> dict[str, str]:
+    return {key: host.sysctl(key) for key in CONTROLS}
+
+
+def changes_of(host: KubernetesHost, first: str, last: str) -> range:
+    """The numbers of the changes from the one that names ``first`` to the one that names ``last``."""
+    begin = next(number for number, text in enumerate(host.mutations) if first in text)
+    end = max(number for number, text in enumerate(host.mutations) if last in text)
+    return range(begin, end + 2)
+
+
+@pytest.fixture
+def copies(host: KubernetesHost, tmp_path: Path) -> Iterator[Callable[[], KubernetesHost]]:
+    """Makes machines that are as ``host`` is now."""
+    numbers = itertools.count()
+    made: list[Path] = []
+
+    def copy() -> KubernetesHost:
+        root = tmp_path / f"copy{next(numbers)}"
+        shutil.copytree(host.root, root, symlinks=True)
+        made.append(root)
+        one = next_run(host)
+        return KubernetesHost(str(root), {}, units=copy_module.deepcopy(one.units), on=dict(one.on))
+
+    yield copy
+    for root in made:
+        shutil.rmtree(root)
+
+
+def test_an_up_killed_at_any_change_to_the_host_is_taken_back_whole_by_uninstall(
+    desk: Desk, host: KubernetesHost, bundle: Path, copies: Callable[[], KubernetesHost]
+) -> None:
+    before, live = quiet(host), controls(host)
+    whole = copies()
+    desk.up(whole, bundle, "--profile", "cis")
+    for number in changes_of(whole, "settings.json", "swapoff"):
+        machine = copies()
+        machine.dies_at = number
+        with pytest.raises(Killed):
+            desk.up(machine, bundle, "--profile", "cis")
+        again = next_run(machine)
+        desk.run(again, "uninstall")
+        assert (quiet(again), controls(again), again.on) == (before, live, {"/swap.img": -2}), whole.mutations[number]
+
+
+def test_an_uninstall_killed_while_it_gives_the_host_back_is_finished_by_the_next(
+    desk: Desk, host: KubernetesHost, bundle: Path, copies: Callable[[], KubernetesHost]
+) -> None:
+    before, live = quiet(host), controls(host)
+    desk.up(host, bundle, "--profile", "cis")
+    whole = copies()
+    desk.run(whole, "uninstall")
+    for number in changes_of(whole, "fstab", "control"):
+        machine = copies()
+        machine.dies_at = number
+        with pytest.raises(Killed):
+            desk.run(machine, "uninstall")
+        again = next_run(machine)
+        desk.run(again, "uninstall")
+        assert (quiet(again), controls(again), again.on) == (before, live, {"/swap.img": -2}), whole.mutations[number]

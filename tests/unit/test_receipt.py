@@ -42,12 +42,30 @@ def test_what_is_recorded_is_read_again_in_the_same_order(host: Host) -> None:
         file_entry("/z/file", b"1", b"2"),
         Entry(HostPath("/a"), "link", ("../target",)),
         Entry(HostPath("/tree"), "tree"),
+        Entry(HostPath("/program"), "file", (content_digest(b"1"),), 0o755),
     ]
     receipt = Receipt.load(host)
     for entry in entries:
         receipt.record(entry)
     assert list(Receipt.load(host)) == entries
     assert stat.S_IMODE(host.stat(RECEIPT_PATH).st_mode) == 0o600
+
+
+def test_a_changed_mode_is_told_from_changed_content(host: Host) -> None:
+    path = Path(host.real("/program"))
+    path.write_bytes(b"1")
+    path.chmod(0o755)
+    entry = Entry(HostPath("/program"), "file", (content_digest(b"1"),), 0o755)
+    receipt = Receipt(host, [entry])
+    assert receipt.changed_mode(entry) is None
+    path.chmod(0o4755)
+    assert receipt.changed_mode(entry) == 0o4755
+    assert receipt.condition(entry) == Condition.OURS, "there is nothing of the admin's in it that could be lost"
+    assert receipt.changed_mode(file_entry("/program", b"1")) is None, "an entry without a mode"
+    path.write_bytes(b"2")
+    assert receipt.changed_mode(entry) is None, "it holds something else: its mode is not ours either"
+    path.unlink()
+    assert receipt.changed_mode(entry) is None
 
 
 def test_recording_the_same_again_does_not_touch_the_disk(host: FaultHost) -> None:
@@ -116,6 +134,8 @@ def test_forgetting_is_written_at_once(host: Host) -> None:
         b'{"format": 1, "entries": [{"path": "/a", "kind": "file", "contents": "sha256:x"}]}',
         b'{"format": 1, "entries": [{"path": "/a", "kind": "file", "contents": [1]}]}',
         b'{"format": 1, "entries": [{"path": "/a", "kind": "file", "contents": null}]}',
+        b'{"format": 1, "entries": [{"path": "/a", "kind": "file", "mode": 493}]}',
+        b'{"format": 1, "entries": [{"path": "/a", "kind": "file", "mode": "4755"}]}',
     ],
 )
 def test_a_receipt_that_cannot_be_trusted_is_refused_and_kept(host: Host, data: bytes) -> None:

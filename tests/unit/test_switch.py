@@ -458,6 +458,28 @@ def test_a_program_that_somebody_edited_is_not_started(lab: Lab, new: FaultyMach
     assert check_whole(new, ("2.0",)) == "2.0"
 
 
+def test_an_edited_configuration_is_named_before_a_switch_writes_it_anew(lab: Lab, new: FaultyMachine) -> None:
+    path = place(new, "/etc/stratum/containerd/config.toml")
+    with path.open("a") as file:
+        file.write("# edited\n")
+    for words in (("rollback", "--dry-run"), ("rollback",)):
+        (warning,) = [line for line in lab.ask(new, *words).said.splitlines() if "warning" in line]
+        assert "/etc/stratum/containerd/config.toml: somebody changed it" in warning
+    assert "# edited" not in path.read_text()
+    assert "warning" not in lab.ask(new, *UPGRADE).said
+
+
+def test_status_shows_a_mode_that_somebody_changed_and_up_puts_it_back(lab: Lab, new: FaultyMachine) -> None:
+    path = place(new, BASE / "2.0/bin/containerd")
+    mode = path.stat().st_mode & 0o7777
+    path.chmod(0o600)
+    line = f"drift      {BASE}/2.0/bin/containerd: mode 0600, was {mode:04o}"
+    assert line in lab.ask(new, "status").text.splitlines()
+    assert lab.run(new, "up") == 0
+    assert path.stat().st_mode & 0o7777 == mode
+    assert "drift" not in lab.ask(new, "status").text
+
+
 def test_a_version_without_its_description_is_not_switched_to(lab: Lab, new: FaultyMachine) -> None:
     place(new, BASE / "1.0/bundle.json").unlink()
     answer = lab.ask(new, "rollback")
@@ -481,6 +503,24 @@ def test_a_command_line_that_was_replaced_runs_no_more_after_up_put_it_right(lab
     assert lab.run(new, "restart") == 0
     assert lab.run(new, "up", "--bundle", "new.tar") == 0
     assert b"OTHER" not in new.running[UNIT_CONTAINERD][2]
+
+
+@pytest.mark.parametrize("words", [("up",), UPGRADE], ids=["up", "upgrade"])
+def test_the_supervisor_goes_on_with_a_newer_program_and_is_left_alone_otherwise(
+    lab: Lab, old: FaultyMachine, words: tuple[str, ...]
+) -> None:
+    def restarts() -> int:
+        return sum("restart --no-block stratum.service" in line for line in old.commands)
+
+    assert lab.run(old, "up") == 0
+    assert restarts() == 0
+    before = lab.desk.archive.read_bytes()
+    lab.desk.archive.write_bytes(before + b"newer")
+    try:
+        assert lab.run(old, *words) == 0
+    finally:
+        lab.desk.archive.write_bytes(before)
+    assert restarts() == 1
 
 
 def test_files_that_somebody_added_to_a_version_do_not_matter(lab: Lab, new: FaultyMachine) -> None:

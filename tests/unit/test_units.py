@@ -177,7 +177,7 @@ def test_units_wait_for_the_file_systems_that_they_live_on() -> None:
 
 
 def test_the_supervisor_comes_back_after_a_crash_without_end_and_leaves_the_node_alone() -> None:
-    found = settings(persistence.render_unit(["/usr/bin/python3", "-IS", "/usr/local/bin/stratum"]).decode())
+    found = settings(persistence.render_unit(["/usr/bin/python3", "-IS", "/opt/stratum.pyz"]).decode())
     assert found["[Service]Restart"] == ["always"]
     assert found["[Service]KillMode"] == ["process"]
     assert found["[Service]Type"] == ["notify"]

@@ -6,7 +6,6 @@ import contextlib
 import json
 import os
 import shutil
-import signal
 import stat
 import subprocess
 import sys
@@ -17,22 +16,12 @@ from typing import Any, Callable, Optional
 
 import pytest
 
+from stratum.bundle.oci import Platform
 from stratum.errors import ExitCode, StratumError
 from stratum.system import Host
-from tests.bundles import Bundle, Entry, Part, Publisher, directory, flipped, snapshot, symlink
+from tests.bundles import AMD64, ARM64, Bundle, Entry, Part, Publisher, directory, flipped, snapshot, symlink
 from tests.fakes import Desk, FaultHost, Killed, make_tree, node_publisher, relative
 from tests.unit.conftest import interpreters
-
-
-@pytest.fixture(autouse=True)
-def process_state() -> Iterator[None]:
-    """``up`` sets signal handlers when it takes something back; the test process keeps its own."""
-    signals = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)}
-    mask = os.umask(0o022)
-    yield
-    os.umask(mask)
-    for number, handler in signals.items():
-        signal.signal(number, handler)
 
 
 @pytest.fixture
@@ -268,6 +257,35 @@ def test_files_that_others_put_into_our_directories_stay(desk: Desk, root: Path,
     assert not (root / "opt/stratum/node/1.0.0/bin/ctr").exists()
 
 
+@pytest.mark.parametrize("when", ["before", "after"])
+def test_drop_ins_of_the_admin_stay_and_are_named(desk: Desk, root: Path, good: Path, when: str) -> None:
+    """Whoever made their directory: that of the supervisor's unit is never ours."""
+    places = [f"/etc/systemd/system/{unit}.service.d" for unit in ("stratum", "stratum-containerd")]
+
+    def write() -> None:
+        for place in places:
+            (root / place[1:]).mkdir(parents=True, exist_ok=True)
+            (root / place[1:] / "50-mine.conf").write_text("[Service]\nNice=1\n")
+
+    if when == "before":
+        write()
+    before = snapshot(root)
+    desk.up(fast(root), good)
+    if when == "after":
+        write()
+    dry = json.loads(desk.run(fast(root), "uninstall", "--dry-run", "--output", "json").text)
+    expected = dict.fromkeys(places, "holds what is not Stratum's: 50-mine.conf")
+    assert {item["path"]: item["why"] for item in dry["left"]} == expected
+    text = desk.run(fast(root), "uninstall").text
+    assert {line for line in text.splitlines() if line.startswith("left")} == {
+        f"left: {path}: {why}" for path, why in expected.items()
+    }
+    if when == "before":
+        assert snapshot(root) == before
+    for place in places:
+        assert (root / place[1:] / "50-mine.conf").read_text() == "[Service]\nNice=1\n"
+
+
 def test_a_directory_turned_into_a_link_is_not_followed(desk: Desk, root: Path, good: Path) -> None:
     desk.up(fast(root), good)
     shutil.move(str(root / "opt/stratum/node"), str(root / "srv"))
@@ -401,9 +419,13 @@ BAD: dict[str, tuple[Callable[[], Bundle], ExitCode]] = {
     "a device": (lambda: _evil([Entry("bin/null", flag=b"3")], files=[]), ExitCode.BUNDLE_MALFORMED),
     "twice the same name": (lambda: _evil([Entry("bin/x", b"1"), Entry("bin/x", b"2")]), ExitCode.BUNDLE_MALFORMED),
     "no platform of ours": (lambda: node_publisher(platforms=()).build(), ExitCode.BUNDLE_MALFORMED),
+    "another machine": (
+        lambda: node_publisher(platforms=tuple({AMD64, ARM64} - {Platform.of_machine(Host().machine())})).build(),
+        ExitCode.HOST_REFUSED,
+    ),
     "no containerd": (
         lambda: node_publisher(parts=[Part("tool", [directory("bin"), Entry("bin/tool", b"x")])]).build(),
-        ExitCode.FAILED,
+        ExitCode.BUNDLE_MALFORMED,
     ),
     "a containerd too old": (
         lambda: node_publisher(parts=[Part("containerd", [Entry("bin/containerd", b"x")], version="1.5.0")]).build(),
@@ -529,6 +551,9 @@ DAMAGE: dict[str, Callable[[Path], object]] = {
     "an image blob cut short": lambda root: _cut(max((root / "var/lib/stratum/images/blobs/sha256").iterdir())),
     "the images gone": lambda root: shutil.rmtree(root / "var/lib/stratum/images"),
     "a mode changed": lambda root: (root / "etc/systemd/system/stratum.service").chmod(0o600),
+    "the mode of a program changed": lambda root: (root / "opt/stratum/node/1.0.0/bin/ctr").chmod(0o4644),
+    "the mode of the version's record changed": lambda root: (root / "opt/stratum/node/1.0.0/bundle.json").chmod(0o600),
+    "the mode of the pyz changed": lambda root: next(root.glob("opt/stratum/pyz/*-*/stratum.pyz")).chmod(0),
 }
 
 
@@ -548,6 +573,74 @@ def test_up_puts_back_what_is_missing_or_damaged(
     assert "nothing to do" not in ran.text
     assert content(root) == whole
     assert desk.up(fast(root), good).text == "nothing to do\n"
+
+
+OURS = {
+    "/etc/stratum/containerd/config.toml": _append,
+    "/etc/systemd/system/stratum.service": _append,
+    "/etc/systemd/system/stratum-containerd.service.d/10-path.conf": _append,
+    "/etc/cni/net.d/10-stratum.conflist": _append,
+    "/usr/local/bin/stratum": _replace,
+    "/opt/stratum/node/1.0.0/bin/ctr": _replace,
+    "/etc/systemd/system/stratum-containerd.service": lambda path: path.chmod(0o600),
+    "/opt/stratum/node/1.0.0/bin/containerd": lambda path: path.chmod(0o700),
+}
+
+
+@pytest.mark.parametrize("name", OURS)
+def test_a_file_of_ours_that_somebody_changed_is_named_before_it_is_put_right(
+    desk: Desk, root: Path, good: Path, name: str
+) -> None:
+    desk.up(fast(root), good)
+    whole = content(root)
+    OURS[name](root / name[1:])
+    changed = snapshot(root)
+    dry = desk.up(fast(root), good, "--dry-run").err.getvalue()
+    assert snapshot(root) == changed
+    real = desk.up(fast(root), good).err.getvalue()
+    for said in (dry, real):
+        (warning,) = [line for line in said.splitlines() if "warning" in line]
+        assert f"{name}: somebody changed" in warning and "put back" in warning
+    assert content(root) == whole
+    assert "warning" not in desk.up(fast(root), good).err.getvalue()
+
+
+def test_a_file_of_ours_that_is_only_missing_is_put_back_without_a_warning(desk: Desk, root: Path, good: Path) -> None:
+    desk.up(fast(root), good)
+    (root / "etc/stratum/containerd/config.toml").unlink()
+    assert "warning" not in desk.up(fast(root), good).err.getvalue()
+
+
+def test_a_mode_that_somebody_changed_is_put_back_without_the_bundle(desk: Desk, root: Path, good: Path) -> None:
+    desk.up(fast(root), good)
+    good.unlink()
+    program = root / "opt/stratum/node/1.0.0/bin/containerd"
+    before = program.stat()
+    program.chmod(0o600)
+    assert "set the mode of" in desk.run(fast(root), "up", "--dry-run").text
+    assert desk.run(fast(root), "up").status == ExitCode.DONE
+    after = program.stat()
+    assert (after.st_mode, after.st_ino) == (before.st_mode, before.st_ino), "the very file, as it may be running"
+
+
+def test_a_file_whose_mode_somebody_changed_goes_with_an_uninstall(desk: Desk, root: Path, good: Path) -> None:
+    before = snapshot(root)
+    desk.up(fast(root), good)
+    (root / "etc/systemd/system/stratum.service").chmod(0o600)
+    (root / "opt/stratum/node/1.0.0/bin/containerd").chmod(0o600)
+    assert "left" not in desk.run(fast(root), "uninstall").text
+    assert snapshot(root) == before
+
+
+def test_up_by_a_newer_program_installs_it_and_leaves_only_the_one_before(desk: Desk, root: Path, good: Path) -> None:
+    for number in range(4):
+        desk.archive.write_text(f"build {number}")
+        dry = json.loads(desk.up(fast(root), good, "--dry-run", "--output", "json").text)
+        real = json.loads(desk.up(fast(root), good, "--output", "json").text)
+        assert real["changed"] and dry["steps"] == real["steps"]
+        found = {path.read_text() for path in root.glob("opt/stratum/pyz/*-*/stratum.pyz")}
+        assert found == {f"build {item}" for item in (number - 1, number) if item >= 0}
+        assert desk.up(fast(root), good).text == "nothing to do\n"
 
 
 # -- a process that dies --------------------------------------------------------------------------------

@@ -104,7 +104,7 @@ def test_a_policy_that_knows_no_containers_stops_a_new_node_on_an_enforcing_host
         enforce(host, 0)
     assert refused.status == 10, refused.describe()
     assert "error[host-refused]: this host is not fit: selinux-policy: SELinux is enforcing" in refused.stderr
-    hint = "hint: install container-selinux, or leave SELinux to yourself: stratum up --no-selinux"
+    hint = "hint: install container-selinux, or opt out with --no-selinux"
     assert refused.stderr.splitlines()[-1] == hint, refused.describe()
     assert not host.exists("/opt/stratum") and not host.exists("/var/lib/stratum")
 
