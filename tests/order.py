@@ -13,7 +13,10 @@ from itertools import chain, zip_longest
 LONG = (
     "vm/test_power_cut.py",
     "vm/test_whole_way.py",
+    "vm/test_selinux.py",
     "vm/test_prerequisites.py",
+    "vm/test_firewalld.py",
+    "vm/test_busybox.py",
     "vm/test_lab.py",
     "nspawn/test_upgrade_killed.py",
     "nspawn/test_upgrade.py",
@@ -23,6 +26,8 @@ LONG = (
     "nspawn/test_uninstall.py",
     "nspawn/test_hostile_hosts.py",
     "nspawn/test_commands.py",
+    "nspawn/test_supervisor_firewalld.py",
+    "nspawn/test_supervisor.py",
     "unit/test_walks.py",
     "unit/test_zipapp.py",
 )

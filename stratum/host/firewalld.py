@@ -216,12 +216,16 @@ def _trust(work: Work, interface: str, configurations: Sequence[bool], running: 
         files = (ZONES / f"{ZONE}.xml", ZONES / f"{ZONE}.xml.old")
         made_file = permanent and not any(work.host.lexists(path) for path in files)
         command = _add_command(interface, permanent, running)
+        # A firewalld that is stopped will have at run time what is permanent now: then that is ours as well.
+        parts = (permanent,) if running else (True, False)
         try:
-            _note(work, interface, permanent=permanent, added=True, made_file=made_file)
+            for part in parts:
+                _note(work, interface, permanent=part, added=True, made_file=made_file)
             work.host.run(command, timeout=_TIMEOUT)
         except CommandError as error:
-            if before is None or not (before.permanent if permanent else before.runtime):
-                _note(work, interface, permanent=permanent, added=False)
+            for part in parts:
+                if before is None or not (before.permanent if part else before.runtime):
+                    _note(work, interface, permanent=part, added=False)
             warn(f"firewalld: {interface} is not trusted: {error.message}; run: {' '.join(command)}")
 
 

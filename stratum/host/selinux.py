@@ -48,7 +48,7 @@ _ROOTS = (HostPath("/opt/stratum"), HostPath("/run/stratum"))
 class Policy:
     """What the node's settings say about SELinux.
 
-    ``opt_out`` (``selinux: false``): contexts and labels are the admin's. ``existing``: the node was brought up
+    ``opt_out`` (``--no-selinux``): contexts and labels are the admin's. ``existing``: the node was brought up
     before, and a policy that is missing something does not stop it.
     """
 

@@ -10,8 +10,10 @@ from __future__ import annotations
 
 import json
 import os
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Optional
 
 from tests.lab import tools
 from tests.lab.machine import LabError
@@ -106,17 +108,31 @@ def root_disk(recipe: Recipe = BOOKWORM) -> Disk:
 
     :raises LabError: if the root cannot be made, or mkfs.ext4 fails.
     """
+    return disk_of(root_directory(recipe), recipe.label)
+
+
+def disk_of(root: Path, label: str, change: Optional[Callable[[Path], None]] = None) -> Disk:
+    """Return a root directory as a raw ext4 disk that must not be written to; make it if need be.
+
+    :param label: the disk's name in the cache; it stands for the root and the change.
+    :param change: what to do with a copy of the root first.
+    :raises LabError: if it cannot be made.
+    """
     tools.require("mkfs.ext4")
-    root = root_directory(recipe)
     kernels = sorted((root / "boot").glob("vmlinuz-*"))
     if not kernels:
         raise LabError(f"{root}: no kernel in /boot")
-    target = tools.cache_directory() / "disks" / f"{recipe.label}.raw"
+    target = tools.cache_directory() / "disks" / f"{label}.raw"
     with tools.building(target) as new:
         if new is not None:
+            source = root
+            if change is not None:
+                source = new.with_name("root")
+                tools.tool(["cp", "--archive", "--reflink=auto", str(root), str(source)], timeout=900)
+                change(source)
             # Fixed numbers: two disks made of one root are the same disk.
             tools.tool(
-                ["mkfs.ext4", "-q", "-F", "-L", "stratum-lab", "-m", "1", "-d", str(root),
+                ["mkfs.ext4", "-q", "-F", "-L", "stratum-lab", "-m", "1", "-d", str(source),
                  "-U", "6a1f3c62-5f5d-4e6a-9d0c-1b1f5c0e7a11", str(new), _DISK_SIZE],
                 timeout=900,
             )

@@ -11,6 +11,7 @@ from tests.conftest import Machines
 from tests.lab import roots
 from tests.lab.inside import PLACE, SOURCES, ask
 from tests.lab.nspawn import NspawnMachine
+from tests.lab.selinux import CONTAINER_TYPES
 
 # The machine says that SELinux is on; this kernel's is not.
 IMPORTS = """
@@ -20,11 +21,6 @@ selinux.selinux_state = lambda host: SELinux.PERMISSIVE
 """
 REGISTER = "perform(lambda work: selinux.plan_contexts(work, selinux.Policy(), warnings.append)) + warnings"
 REGISTERED = ["register SELinux file contexts (module stratum)"]
-# What container-selinux brings, as far as labels of files go; Debian has no such package.
-CONTAINER_TYPES = "".join(
-    f"(type {name})\n(roletype object_r {name})\n(typeattributeset file_type ({name}))\n"
-    for name in ("container_runtime_exec_t", "container_var_lib_t", "container_ro_file_t", "container_var_run_t")
-)
 LOOKED_UP = {
     "/opt/stratum/node/1/bin/containerd": ("bin_t", "container_runtime_exec_t"),
     "/opt/stratum/components/sha256-ab/bin/containerd": ("bin_t", "container_runtime_exec_t"),

@@ -249,9 +249,18 @@ def test_a_stopped_firewalld_that_starts_at_boot_gets_the_permanent_part(host: F
     host.stop()
     assert trust(host) == ["trust stratum0 in firewalld's zone trusted (permanent)"]
     assert changes(host) == [f"firewall-offline-cmd --zone=trusted --add-interface={BRIDGE}"]
-    assert owned(host)[0].runtime is False
     host.start()
     assert trust(host) == [], "it came with the permanent configuration"
+
+
+def test_what_a_firewalld_that_was_stopped_has_from_us_once_it_runs_is_taken_back_too(host: FirewallHost) -> None:
+    host.stop()
+    trust(host)
+    host.start()
+    assert host.runtime == {BRIDGE: "trusted"}
+    untrust(host)
+    assert host.permanent() == {} == host.runtime
+    assert owned(host) == []
 
 
 def test_a_firewalld_that_is_not_used_is_left_alone(host: FirewallHost) -> None:
