@@ -62,6 +62,11 @@ class Entry:
     contents: tuple[str, ...] = ()
     mode: Optional[int] = None
 
+    def is_below(self, directory: HostPath) -> bool:
+        """Whether its path is one in ``directory``, at any depth."""
+        # Not ``in path.parents``, which makes each of them: this is asked of every entry, again and again.
+        return str(self.path).startswith(f"{str(directory).rstrip('/')}/")
+
 
 class Condition:
     """What became of a recorded path."""
@@ -84,7 +89,8 @@ def _entry_from_json(item: Any) -> Entry:
     """Parse an entry; raises ValueError, KeyError, TypeError or AttributeError."""
     path, kind, contents = item["path"], item["kind"], item.get("contents", [])
     # Whatever made the file wrong, a path that leads elsewhere must not be removed.
-    if not path.startswith("/") or path != str(HostPath(path)) or ".." in HostPath(path).parts or path == "/":
+    parsed = HostPath(path)
+    if not path.startswith("/") or path != str(parsed) or ".." in parsed.parts or path == "/":
         raise ValueError(f"path {path!r}")
     if kind not in _KINDS:
         raise ValueError(f"{path}: kind {kind!r}")
@@ -93,7 +99,7 @@ def _entry_from_json(item: Any) -> Entry:
     mode = item.get("mode")
     if mode is not None and not re.fullmatch("0[0-7]{3}", mode):
         raise ValueError(f"{path}: mode {mode!r}")
-    return Entry(HostPath(path), kind, tuple(contents), None if mode is None else int(mode, 8))
+    return Entry(parsed, kind, tuple(contents), None if mode is None else int(mode, 8))
 
 
 class Receipt:
@@ -103,6 +109,7 @@ class Receipt:
         self.host = host
         self._entries: dict[HostPath, Entry] = {entry.path: entry for entry in entries}
         self._digests: dict[tuple[int, ...], str] = {}
+        self._lines: dict[Entry, str] = {}
 
     @classmethod
     def load(cls, host: Host) -> Receipt:
@@ -159,8 +166,13 @@ class Receipt:
             self._write()
 
     def _write(self) -> None:
-        # A line for each entry, and each by itself: with indent= json uses its slow encoder, and this is written often.
-        entries = ",\n".join(json.dumps(_entry_json(entry), sort_keys=True) for entry in self._entries.values())
+        # A line for each entry, and each by itself: with indent= json uses its slow encoder, and this is written often,
+        # each time with nearly the same entries.
+        self._lines = {
+            entry: self._lines.get(entry) or json.dumps(_entry_json(entry), sort_keys=True)
+            for entry in self._entries.values()
+        }
+        entries = ",\n".join(self._lines.values())
         data = f'{{"format": {_FORMAT}, "entries": [\n{entries}\n]}}\n'.encode()
         atomicfile.write_file(self.host, RECEIPT_PATH, data, 0o600)
 

@@ -98,6 +98,11 @@ class Host:
         """The effective user id of this process."""
         return os.geteuid()
 
+    @property
+    def pid(self) -> int:
+        """The number of this process."""
+        return os.getpid()
+
     def now(self) -> float:
         """Seconds since 1970, as this machine believes."""
         return time.time()
@@ -145,7 +150,7 @@ class Host:
                 if done:
                     done.pop()
                 continue
-            here = os.path.join(self.root, *done, part)
+            here = "/".join([self.root, *done, part])
             if (pending or follow) and os.path.islink(here):
                 links += 1
                 if links > _LINKS_MAX:
@@ -156,7 +161,7 @@ class Host:
                 pending = [piece for piece in target.split("/") if piece] + pending
                 continue
             done.append(part)
-        return os.path.join(self.root, *done)
+        return "/".join([self.root, *done])
 
     # -- reading ------------------------------------------------------------------------------------
 
@@ -431,10 +436,14 @@ class Host:
 
         ``is_last`` knows the datagram that ends it. Raises OSError, TimeoutError among them.
         """
+        return self.ask_netlink(socket.NETLINK_ROUTE, request, is_last)
+
+    def ask_netlink(self, protocol: int, request: bytes, is_last: Callable[[bytes], bool]) -> list[bytes]:
+        """Like :meth:`ask_rtnetlink`, for any part of the kernel that speaks netlink(7)."""
         if not self.live:
             raise RuntimeError("a directory tree has no network")
         kind = socket.SOCK_RAW | socket.SOCK_CLOEXEC
-        with socket.socket(socket.AF_NETLINK, kind, socket.NETLINK_ROUTE) as channel:
+        with socket.socket(socket.AF_NETLINK, kind, protocol) as channel:
             channel.settimeout(_CONNECT_TIMEOUT)
             channel.bind((0, 0))
             channel.send(request)

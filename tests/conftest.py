@@ -10,14 +10,20 @@ from pathlib import Path
 from typing import Any, Optional, TypeVar
 
 import pytest
+from hypothesis import HealthCheck, settings
 
 from tests.lab import image, packages, roots, tools
 from tests.lab.machine import Machine
+from tests.order import long_first
 
 AnyMachine = TypeVar("AnyMachine", bound=Machine)
 
 _MACHINES = pytest.StashKey[list[Machine]]()
 _TIERS = ("nspawn", "vm")
+
+# How long an example takes says more of the machine and who else is at work there than of what is tested.
+settings.register_profile("unhurried", settings(), deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.load_profile("unhurried")
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -32,13 +38,17 @@ def pytest_configure(config: pytest.Config) -> None:
     config.stash[_MACHINES] = []
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Mark each test with the tier whose directory it is in."""
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Mark each test with the tier whose directory it is in; order them if several processes share them."""
     here = Path(__file__).parent
-    for item in items:
-        tier = item.path.relative_to(here).parts[0] if item.path.is_relative_to(here) else ""
+    places = {item: str(item.path.relative_to(here)) for item in items if item.path.is_relative_to(here)}
+    for item, place in places.items():
+        tier = place.partition("/")[0]
         if tier in _TIERS:
             item.add_marker(tier)
+    if hasattr(config, "workerinput"):  # one of pytest-xdist's processes
+        order = {place: number for number, place in enumerate(long_first(places.values()))}
+        items.sort(key=lambda item: order[places[item]] if item in places else len(order))
 
 
 @pytest.hookimpl(wrapper=True)

@@ -21,6 +21,7 @@ from stratum.node.units import SYSTEMD_DIR
 from stratum.output import Output
 from stratum.scripts.context import Context
 from stratum.system import Completed, Host, PathLike, command_failure
+from tests import netlink
 from tests.bundles import Bundle, Entry, Part, Publisher, directory, key_pair, symlink, tar
 
 
@@ -148,6 +149,7 @@ class MachineHost(FaultHost):
     user: int = 0
     hooks: dict[str, Callable[[], object]] = field(default_factory=dict)
     release: str = "6.1.0-1-amd64"
+    generation: int = 1  # of the firewall's rules
 
     @property
     def live(self) -> bool:
@@ -175,6 +177,11 @@ class MachineHost(FaultHost):
 
     def which(self, name: str) -> Optional[str]:
         return super().which(name)
+
+    def ask_netlink(self, protocol: int, request: bytes, is_last: Callable[[bytes], bool]) -> list[bytes]:
+        if protocol != netlink.NETFILTER:
+            return super().ask_netlink(protocol, request, is_last)
+        return [netlink.generation(self.generation)]
 
     def listens(self, path: PathLike) -> bool:
         if str(path) in self.sockets:

@@ -117,6 +117,7 @@ class FaultyMachine(MachineHost):
     _directories: dict[int, int] = field(default_factory=dict)
     _buried: int = 0
     _plain: set[str] = field(default_factory=set)  # directories that are reached through no link
+    _programs: dict[str, Optional[str]] = field(default_factory=dict)  # where they were found
 
     # -- counting -----------------------------------------------------------------------------------
 
@@ -143,9 +144,16 @@ class FaultyMachine(MachineHost):
             if not (follow and os.path.islink(here)):
                 return here
         real = super()._resolve(text, follow)
-        if real == self.root + text and os.path.isdir(self.root + head):
+        # What /sys does not have it never gets here.
+        if real == self.root + text and (os.path.isdir(self.root + head) or text.startswith("/sys/")):
             self._plain.add(head)
         return real
+
+    def which(self, name: str) -> Optional[str]:
+        """As the host does it, once for each program: they stay as they are here."""
+        if name not in self._programs:
+            self._programs[name] = super().which(name)
+        return self._programs[name]
 
     def _forget_plain(self, path: PathLike) -> None:
         if self._plain:

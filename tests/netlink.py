@@ -1,4 +1,4 @@
-"""Messages of the kernel's network tables, rtnetlink(7), as a kernel would answer with them."""
+"""Messages of the kernel's network tables, rtnetlink(7) and nf_tables, as a kernel would answer with them."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import struct
 from stratum.host.addresses import PERMANENT
 
 GETLINK, GETADDR, GETROUTE = 18, 22, 26
+NETFILTER = 12  # the protocol of nf_tables
 
 
 def attribute(kind: int, value: bytes) -> bytes:
@@ -57,3 +58,8 @@ def answer(kind: int, addresses: dict[str, list[str]]) -> list[bytes]:
                 ip = attribute(1, interface.ip.packed) + attribute(2, interface.ip.packed)
                 found += message(20, address_body(family, interface.network.prefixlen, index, ip))
     return [found, DONE] if found else [DONE]
+
+
+def generation(value: int) -> bytes:
+    """What nf_tables answers when it is asked for the number of its ruleset."""
+    return message(10 << 8 | 15, bytes(4) + attribute(1, value.to_bytes(4, "big")) + attribute(2, b"\0\0\0\1"))

@@ -12,6 +12,7 @@ import hashlib
 import io
 import os
 import random
+import re
 import shutil
 import signal
 import stat
@@ -26,7 +27,7 @@ from stratum.errors import ExitCode, StratumError, system_error
 from stratum.journal import Journal
 from stratum.node.containerd import CONFIG_PATH, render_config
 from stratum.node.layout import Layout
-from stratum.node.stack import Stack
+from stratum.node.stack import STARTED, Stack
 from stratum.node.units import UNIT_CONTAINERD, UnitSpec, render_units
 from stratum.node.versions import differences, read_record
 from stratum.output import Output
@@ -147,6 +148,7 @@ class Lab:
         """Whether no machine like this one was met before under the same ``words``."""
         memory = [repr(getattr(machine, name)) for name in REMEMBERED]
         digest = hashlib.sha256(repr((words, memory)).encode())
+        files: dict[bytes, str] = {}
         for base, directories, names in os.walk(machine.root):
             directories.sort()
             for name in sorted([*names, *directories]):
@@ -156,7 +158,13 @@ class Lab:
                 if stat.S_ISLNK(info.st_mode):
                     digest.update(os.readlink(path).encode())
                 elif stat.S_ISREG(info.st_mode):
-                    digest.update(Path(path).read_bytes())
+                    files.setdefault(f"{info.st_dev}:{info.st_ino}".encode(), path[len(machine.root) :])
+                    if path != f"{machine.root}{STARTED}":
+                        digest.update(Path(path).read_bytes())
+        if machine.exists(STARTED):
+            # It knows a program by its inode, which is another one on each machine: which file that is counts.
+            noted = machine.read_bytes(STARTED)
+            digest.update(re.sub(rb"\d+:\d+(?=:)", lambda found: files.get(found[0], "none").encode(), noted))
         found = digest.hexdigest()
         new = found not in self.followed
         self.followed.add(found)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import hashlib
 import os
@@ -74,8 +75,10 @@ def built_pyz(cache_dir: Path, arguments: Sequence[str] = ()) -> Path:
 
 def _forget_old(cache_dir: Path) -> None:
     for pyz in cache_dir.glob("*/stratum.pyz"):
-        if time.time() - pyz.stat().st_mtime > KEPT_SECONDS:
-            shutil.rmtree(pyz.parent, ignore_errors=True)
+        # Another session may remove it at the same moment.
+        with contextlib.suppress(FileNotFoundError):
+            if time.time() - pyz.stat().st_mtime > KEPT_SECONDS:
+                shutil.rmtree(pyz.parent, ignore_errors=True)
 
 
 def _inputs() -> list[Path]:

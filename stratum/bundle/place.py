@@ -36,7 +36,7 @@ def component_entries(component: Component) -> list[Entry]:
     leaves = []
     for item in component.files:
         path = top / item.path
-        directories.update(parent for parent in path.parents if top in parent.parents)
+        directories.update(top / parent for parent in HostPath(item.path).parents)
         if item.type == "directory":
             directories.add(path)
         elif item.type == "symlink":

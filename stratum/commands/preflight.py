@@ -79,6 +79,8 @@ def check_bundle(context: Context, arguments: argparse.Namespace) -> Checked:
             raise
         context.out.note(f"only the host is checked: {error.message}")
     except (BundleError, NotTrustedError, HostRefusedError) as error:
+        if isinstance(error, HostRefusedError) and error.reference not in _CHECKS:
+            raise
         checked.findings.append(_finding(error))
     return checked
 

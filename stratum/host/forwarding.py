@@ -10,8 +10,9 @@ from stratum import atomicfile
 from stratum.steps import Action, Call
 from stratum.system import Host, HostPath
 
-__all__ = ["plan_forwarding", "plan_restore"]
+__all__ = ["KEY", "plan_forwarding", "plan_restore"]
 
+KEY = "net.ipv4.ip_forward"
 CONTROL = HostPath("/proc/sys/net/ipv4/ip_forward")
 REMEMBERED = HostPath("/run/stratum/ip_forward")
 

@@ -107,6 +107,8 @@ KillMode=process
 # SIGTERM is how systemd ends it; the exit status that says so is no failure.
 SuccessExitStatus=143
 TimeoutStartSec=15min
+# The supervisor says that it lives every 15 seconds and asks for more before it does something that takes long.
+WatchdogSec=3min
 OOMScoreAdjust=-500
 
 [Install]

@@ -23,7 +23,7 @@ from stratum.host.sysctlfiles import control_path, find_winner, read_assignments
 from stratum.steps import Action, Call, RemoveFile, Work, plan_file
 from stratum.system import Host, HostPath
 
-__all__ = ["check_sysctls", "drop_ins", "plan_sysctls", "plan_undo"]
+__all__ = ["check_sysctls", "drop_ins", "find_differing", "plan_sysctls", "plan_undo"]
 
 # Under /run and with the boot's id: a value of an earlier boot is nothing that could be put back.
 REMEMBERED = HostPath("/run/stratum/sysctls.json")
@@ -53,6 +53,12 @@ def read_live(host: Host, key: str) -> Optional[str]:
         return None
 
 
+def find_differing(host: Host, settings: Iterable[Sysctl]) -> list[tuple[Sysctl, Optional[str]]]:
+    """Those of ``settings`` that the kernel has another value for, and that value (None: no such control)."""
+    values = [(setting, read_live(host, setting.key)) for setting in settings]
+    return [(setting, live) for setting, live in values if not same_value(live or "", setting.value)]
+
+
 def plan_sysctls(work: Work, profile: Profile, warn: Warn, base: Sequence[Sysctl] = BASE) -> list[Action]:
     """What writes the drop-ins and sets the live values that differ; in a tree, the drop-ins.
 
@@ -79,8 +85,7 @@ def plan_sysctls(work: Work, profile: Profile, warn: Warn, base: Sequence[Sysctl
 def _plan_live(host: Host, settings: Iterable[Sysctl], failed: Callable[[Sysctl, str], None]) -> list[Action]:
     return [
         Call("set", f"{setting.key} = {setting.value}", functools.partial(_apply, host, setting, failed))
-        for setting in settings
-        if not same_value(read_live(host, setting.key) or "", setting.value)
+        for setting, _ in find_differing(host, settings)
     ]
 
 

@@ -211,5 +211,5 @@ def differences(receipt: Receipt, directory: HostPath) -> list[HostPath]:
     return [
         entry.path
         for entry in receipt
-        if (entry.path == directory or directory in entry.path.parents) and receipt.condition(entry) != "ours"
+        if (entry.path == directory or entry.is_below(directory)) and receipt.condition(entry) != "ours"
     ]

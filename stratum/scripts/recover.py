@@ -7,7 +7,7 @@ from typing import Optional
 from stratum.bundle.images import reap_blobs
 from stratum.bundle.place import COMPONENTS
 from stratum.errors import StratumError
-from stratum.host import persistence
+from stratum.host import forwarding, persistence, portchains
 from stratum.host.fstab import FSTAB
 from stratum.journal import Operation
 from stratum.node.layout import Layout
@@ -25,6 +25,10 @@ _SWITCHES = ("upgrade", "rollback")
 BESIDE = ("prepare", "program", "prune", "remove")
 
 
+# Files that are written whole and are not in the receipt one by one.
+_UNRECORDED = (STARTED, persistence.OVERRIDE, FSTAB, forwarding.REMEMBERED, portchains.REMEMBERED)
+
+
 def recover(context: Context, work: Work, stack: Stack, *, command: str) -> None:
     """Bring an unfinished operation to an end, forward or back; call it with the lock held.
 
@@ -32,7 +36,7 @@ def recover(context: Context, work: Work, stack: Stack, *, command: str) -> None
     """
     reap_staging(context.host)
     reap_blobs(context.host)
-    reap_temporaries(context.host, work.receipt, (STARTED, persistence.OVERRIDE, FSTAB))
+    reap_temporaries(context.host, work.receipt, _UNRECORDED)
     forget_absent(work)
     operation = work.journal.unfinished()
     if operation is None or not context.host.live:
@@ -56,7 +60,7 @@ def forget_absent(work: Work) -> None:
     layout = Layout(work.host)
     absent: list[HostPath] = []
     for top in (layout.base, COMPONENTS):
-        inside = [entry.path for entry in work.receipt if top in entry.path.parents]
+        inside = [entry.path for entry in work.receipt if entry.is_below(top)]
         children = {top / path.relative_to(top).parts[0] for path in inside} - {layout.current_link}
         gone = {child for child in children if not work.host.lexists(child)}
         absent += [path for path in inside if top / path.relative_to(top).parts[0] in gone]

@@ -15,6 +15,7 @@ from tests.bench.frame import Result, render
 BENCHMARKS = {
     "startup": ("tests.bench.startup", "how long the pyz takes to answer, beside a bare interpreter"),
     "upgrade": ("tests.bench.upgrade", "how long an upgrade is down beside a restart by hand, and what it writes"),
+    "supervisor": ("tests.bench.supervisor", "what the supervisor takes of memory and processor while nothing happens"),
 }
 """Name to module and summary. A module has ``run(runs) -> list[Result]``."""
 

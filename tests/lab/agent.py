@@ -72,7 +72,7 @@ class GuestAgent:
                 continue
         raise AgentError(f"the guest agent did not answer within {timeout:.0f} s")
 
-    def call(self, command: str, timeout: float = 60, **arguments: object) -> Any:
+    def call(self, command: str, timeout: float = 180, **arguments: object) -> Any:
         """Send one command and return what it returns.
 
         :raises AgentError: if the agent reports an error or says nothing for ``timeout`` seconds.

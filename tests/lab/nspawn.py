@@ -74,7 +74,7 @@ class NspawnMachine(Machine):
             stdin=subprocess.DEVNULL, stdout=self._console, stderr=self._console, start_new_session=True,
             env=dict(os.environ, PATH=os.environ.get("PATH", os.defpath) + ":/usr/sbin:/sbin"),
         )
-        self._wait_ready(60)
+        self._wait_ready(180)
 
     def stop(self) -> None:
         """Kill the machine and remove its cgroup; mounts and interfaces end with it."""
@@ -95,14 +95,14 @@ class NspawnMachine(Machine):
             self._console.close()
             self._console = None
 
-    def reboot(self, timeout: float = 90) -> None:
+    def reboot(self, timeout: float = 180) -> None:
         """Ask the machine's systemd for a reboot and wait for the next boot."""
         before = self._require_init()
         self.run(["systemctl", "reboot"], check=False)
         wait_until("the machine shuts down", lambda: not _alive(before), timeout)
         self._wait_ready(timeout)
 
-    def power_cut(self, timeout: float = 90) -> None:
+    def power_cut(self, timeout: float = 180) -> None:
         """Kill every process of the machine at once and boot it again.
 
         Other than with a real power cut, nothing that was written is lost.
@@ -139,7 +139,9 @@ class NspawnMachine(Machine):
 
     def copy_tree_in(self, source: Path, target: Argument) -> None:
         """Copy what is in a directory of the outer machine into one of the machine."""
-        with subprocess.Popen(["tar", "-C", str(source), "-cf", "-", "."], stdout=subprocess.PIPE) as pack:
+        # Another test process may write bytecode there meanwhile, which tar takes for an error.
+        argv = ["tar", "-C", str(source), "-cf", "-", "--exclude=__pycache__", "."]
+        with subprocess.Popen(argv, stdout=subprocess.PIPE) as pack:
             script = 'mkdir -p "$1"; exec tar -C "$1" -xf - --keep-directory-symlink --no-overwrite-dir'
             with self.popen(["sh", "-euc", script, "sh", target], stdin=pack.stdout) as unpack:
                 unpack.wait(timeout=300)
@@ -294,7 +296,7 @@ def _remove_cgroup(group: Path) -> None:
                 os.rmdir(directory)
         return not group.exists()
 
-    wait_until(f"{group} becomes empty", empty, 20, pause=0.02)
+    wait_until(f"{group} becomes empty", empty, 60, pause=0.02)
 
 
 def _alive(pid: int) -> bool:

@@ -193,7 +193,7 @@ class QemuMachine(Machine):
 
     def _shell(self, script: str, argument: str) -> Ended:
         """Run a short script of our own, whose output is small and ends with it."""
-        ended = self._wait_for(self._require_agent().begin(["/bin/sh", "-c", script, argument], [], capture=True), 60)
+        ended = self._wait_for(self._require_agent().begin(["/bin/sh", "-c", script, argument], [], capture=True), 180)
         if ended is None:
             raise LabError(f"{self.name}: the guest hangs")
         return ended

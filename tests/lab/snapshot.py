@@ -72,6 +72,15 @@ def lines(*argv):
     done = subprocess.run(argv, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True, errors="replace")
     return done.stdout.splitlines()
 
+def asked(*argv):
+    # An answer that did not come (systemd is slow on a loaded machine) is not an empty one.
+    for _ in range(10):
+        found = lines(*argv)
+        if found:
+            return found
+        time.sleep(1)
+    return []
+
 def table(rows):
     # Several equal rows are one entry with a count.
     found = {}
@@ -80,12 +89,12 @@ def table(rows):
     return {row: f"{count} times" for row, count in found.items()}
 
 def units():
-    listed = lines("systemctl", "list-units", "--all", "--plain", "--no-legend")
+    listed = asked("systemctl", "list-units", "--all", "--plain", "--no-legend")
     rows = [line.replace("*", " ").split(None, 4) for line in listed]
     return {row[0]: " ".join(row[1:4]) for row in rows if len(row) >= 4}
 
 def unit_files():
-    rows = [line.split() for line in lines("systemctl", "list-unit-files", "--no-legend")]
+    rows = [line.split() for line in asked("systemctl", "list-unit-files", "--no-legend")]
     return {row[0]: row[1] for row in rows if row}
 
 def mounts():
@@ -94,12 +103,25 @@ def mounts():
     return table(" ".join([row[4], row[3], *row[5:6], *row[row.index("-") + 1:]]) for row in rows)
 
 def settle():
-    # The kernel adds an address's local route when it has seen that nobody else has the address: a second or two
-    # after the interface came up, which is also when nobody did anything.
+    # What the kernel and systemd finish a second or two after a command has ended, also when nobody does anything:
+    # an address gets its local route when nobody else was seen to have it, a bridge that lost its last port is down
+    # when its carrier was looked at again, a job that was queued is run.
     for _ in range(100):
-        if not lines("ip", "-6", "-o", "addr", "show", "tentative"):
+        if not (lines("ip", "-6", "-o", "addr", "show", "tentative") or idle_bridges() or lines(*JOBS)):
             return
         time.sleep(0.1)
+
+JOBS = ("systemctl", "list-jobs", "--no-legend", "--plain")
+
+def idle_bridges():
+    found = []
+    for place in ("/sys/class/net/" + name for name in os.listdir("/sys/class/net")):
+        try:
+            if not os.listdir(place + "/brif") and open(place + "/operstate").read() != "down\n":
+                found.append(place)
+        except OSError:
+            continue
+    return found
 
 def interfaces():
     found = {}
@@ -164,6 +186,7 @@ IGNORED: tuple[tuple[str, str, str], ...] = (
 REBOOTED: tuple[tuple[str, str, str], ...] = (
     ("files", r"/dev/.*", "devtmpfs is the kernel's; the disk with the stick's files is there at first boot only"),
     ("files", r"/run/stratum-lab-\d+\.(err|out)", "the lab's own: what its commands print"),
+    ("files", r"/run/qga.state", "the lab's agent counts its commands"),
     ("files", r"/run/utmp|/var/log/wtmp|/var/lib/systemd/random-seed", "every boot writes them"),
     ("files", r"/(var/)?tmp/systemd-private-.*", "systemd gives them new names at each boot"),
     ("units", r".*vdb\.device|dev-disk-by\\x2d.*\.device", "the lab's disk with the stick's files, as above"),

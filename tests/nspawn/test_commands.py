@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import signal
+import subprocess
 import time
 
 from tests.lab.machine import BARE_ENV, wait_until
@@ -59,7 +60,7 @@ def test_a_stopped_node_stays_stopped_until_it_is_started_or_boots(running: Mach
     done = running.machine.run(["stratum", "exec", "ctr", "--connect-timeout", "1s", "version"], check=False)
     assert done.status != 0
     running.machine.reboot()
-    assert running.json("status", "--wait", "30")["ready"]
+    assert running.json("status", "--wait", "120")["ready"]
     running.settle()
 
 
@@ -72,7 +73,7 @@ def test_containers_live_through_stop_start_and_restart(running: MachineNode) ->
     assert running.ctr("tasks", "list").lines[1].split() == ["alive", pid, "RUNNING"]
     running.settle()
     running.ctr("tasks", "kill", "--signal", "TERM", "alive")
-    wait_until("it ends", lambda: "STOPPED" in running.ctr("tasks", "list").stdout, 15, pause=0.2)
+    wait_until("it ends", lambda: "STOPPED" in running.ctr("tasks", "list").stdout, 60, pause=0.2)
     running.ctr("tasks", "delete", "alive")
     running.ctr("containers", "delete", "alive")
 
@@ -80,7 +81,7 @@ def test_containers_live_through_stop_start_and_restart(running: MachineNode) ->
 def test_the_supervisor_starts_what_stopped_for_good(running: MachineNode) -> None:
     # `systemctl stop` is no failure to systemd, so it restarts nothing by itself.
     running.machine.run(["systemctl", "stop", "stratum-containerd"])
-    assert running.json("status", "--wait", "60")["ready"]
+    assert running.json("status", "--wait", "120")["ready"]
     words = running.machine.run(["systemctl", "show", "-P", "StatusText", "stratum"]).stdout
     assert "had to be started again" in words
 
@@ -109,11 +110,11 @@ def test_logs_are_the_journal_of_the_units(running: MachineNode) -> None:
     assert len(running.stratum("logs", "containerd", "-n", "3").lines) == 3
     wrong = running.stratum("logs", "sshd", check=False)
     assert (wrong.status, refusal(wrong, state=False)) == (2, "unknown-unit")
-    with running.machine.popen(["stratum", "logs", "--follow"]) as follower:
-        time.sleep(0.5)
+    with running.machine.popen(["stratum", "logs", "--follow"], stdout=subprocess.PIPE) as follower:
+        assert follower.stdout is not None and follower.stdout.readline()
         assert follower.poll() is None
         running.machine.signal_to(follower, signal.SIGINT)
-        assert follower.wait(timeout=10) in (0, 130, -signal.SIGINT)
+        assert follower.wait(timeout=60) in (0, 130, -signal.SIGINT)
 
 
 def test_exec_runs_a_command_with_the_nodes_programs_and_status(running: MachineNode) -> None:

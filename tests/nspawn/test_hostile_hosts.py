@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import fcntl
+import struct
 import subprocess
-import time
+import termios
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -85,7 +87,7 @@ def test_a_containerd_of_the_distribution_is_respected(
     check_same(before, snapshot(machine))
     assert machine.run(["systemctl", "show", "-P", "MainPID", "containerd"]).stdout == pid
     assert machine.run(["/usr/bin/ctr", "tasks", "list", "--quiet"]).lines == ["theirs"]
-    machine.sh("ctr tasks kill --signal KILL theirs; sleep 0.5; ctr tasks delete theirs; ctr containers delete theirs")
+    machine.sh("ctr tasks delete --force theirs; ctr containers delete theirs")
 
 
 def test_a_masked_unit_is_found_before_the_first_write(bare: MachineNode, before: Snapshot) -> None:
@@ -388,8 +390,16 @@ def held_up(node: MachineNode, share: float) -> subprocess.Popen[bytes]:
     bundle = node.machine.path_in_machine(BUNDLE).read_bytes()
     process.stdin.write(bundle[: int(len(bundle) * share)])
     process.stdin.flush()
-    wait_until("something is staged", lambda: node.machine.exists(STAGING), 30)
-    time.sleep(0.3)
+    wait_until("something is staged", lambda: node.machine.exists(STAGING), 60)
+    pipe, looks = process.stdin.fileno(), [""]
+
+    def waits() -> bool:
+        # It has read all that there is, and writes no more.
+        unread = struct.unpack("i", fcntl.ioctl(pipe, termios.FIONREAD, bytes(4)))[0]
+        looks.append(node.machine.run(["du", "-ab", STAGING], check=False).stdout)
+        return unread == 0 and looks[-1] == looks[-2]
+
+    wait_until("it waits for the rest", waits, 60, pause=0.3)
     return process
 
 
@@ -407,7 +417,7 @@ def test_a_second_run_at_the_same_time_is_refused_and_disturbs_nothing(bare: Mac
         assert bare.machine.run(["find", STAGING]).stdout == staged
         assert first.stdin is not None
         bundle = bare.machine.path_in_machine(BUNDLE).read_bytes()
-        _, words_of_first = first.communicate(bundle[int(len(bundle) * 0.9) :], timeout=60)
+        _, words_of_first = first.communicate(bundle[int(len(bundle) * 0.9) :], timeout=300)
         assert first.returncode == 0, words_of_first
     assert bare.json("status")["ready"]
     bare.stratum("uninstall")

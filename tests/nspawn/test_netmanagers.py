@@ -33,5 +33,5 @@ def test_networkd_takes_every_new_interface_but_ours(machines: Machines, lab_roo
         "ip link add veth1a2b3c4d type veth peer name vethlan;"
         "ip link set veth1a2b3c4d master stratum0 up; ip link set vethlan up"
     )
-    wait_until("networkd has seen them", lambda: states(machine).get("vethlan") in ("configuring", "configured"), 30)
+    wait_until("networkd has seen them", lambda: states(machine).get("vethlan") in ("configuring", "configured"), 60)
     assert states(machine)["stratum0"] == states(machine)["veth1a2b3c4d"] == "unmanaged"

@@ -29,7 +29,7 @@ def test_the_bundle_beside_the_pyz_makes_a_container_host(running: MachineNode) 
     done = running.ctr("run", "--rm", "--cni", "--cpu-shares", "0", IMAGE, "first", "ip", "addr", "show", "eth0")
     assert "inet 10.215." in done.stdout
     links = ["cat", "/sys/class/net/stratum0/operstate"]
-    wait_until("the container's link is gone", lambda: running.machine.run(links).stdout == "down\n", 10)
+    wait_until("the container's link is gone", lambda: running.machine.run(links).stdout == "down\n", 60)
 
 
 def test_a_second_up_changes_nothing_and_says_so(running: MachineNode) -> None:
@@ -146,7 +146,7 @@ def test_up_works_from_a_unit_during_the_first_boot(node: MachineNode) -> None:
     node.machine.sh("systemctl enable --quiet first-boot")
     node.machine.reboot()
     assert node.machine.run(["systemctl", "show", "-P", "Result", "first-boot"]).stdout == "success\n"
-    assert node.json("status", "--wait", "30")["ready"]
+    assert node.json("status", "--wait", "120")["ready"]
     assert node.machine.run(["systemctl", "is-system-running"]).stdout == "running\n"
 
 
@@ -156,7 +156,7 @@ def test_a_reboot_brings_everything_up_again(running: MachineNode) -> None:
     running.ctr("run", "--detach", "--cni", "--cpu-shares", "0", IMAGE, "old", *WAITS)
     machine.reboot()
     assert machine.boot_id() != before
-    status = running.json("status", "--wait", "30")
+    status = running.json("status", "--wait", "120")
     assert status["ready"] and {unit["active"] for unit in status["units"].values()} == {"active"}
     # What the container of the last boot held is given back: its address can be had again.
     assert machine.sh("find /var/lib/cni/results /run/stratum/cni -name '*old*' -o -name '10.215*'").stdout == ""
@@ -176,8 +176,8 @@ def test_a_containerd_and_a_supervisor_that_are_killed_come_back(running: Machin
     for pid in old.values():
         machine.kill(pid)
     for unit in units:
-        wait_until(f"{unit} is back", lambda: main_pid(unit) not in (0, old[unit]), 30, pause=0.2)  # noqa: B023
-    assert running.json("status", "--wait", "30")["ready"]
+        wait_until(f"{unit} is back", lambda: main_pid(unit) not in (0, old[unit]), 60, pause=0.2)  # noqa: B023
+    assert running.json("status", "--wait", "120")["ready"]
     running.settle()
 
 
@@ -186,7 +186,7 @@ def test_a_containerd_that_was_stopped_by_hand_is_started_by_up(running: Machine
     assert running.stratum("status", check=False).status == 1
     done = running.json("up")
     assert [step["step"] for step in done["steps"]] == ["start"]
-    assert running.json("status", "--wait", "30")["ready"]
+    assert running.json("status", "--wait", "120")["ready"]
 
 
 def test_up_puts_back_what_is_missing_or_damaged(running: MachineNode) -> None:

@@ -268,7 +268,7 @@ def test_a_container_that_runs_across_an_upgrade_is_ended_and_can_start_again_an
         assert host.machine.run(["pgrep", "-f", "^sleep 3600"]).lines != sleeper
     host.check("3.0")
     host.node.ctr("tasks", "kill", "--signal", "SIGKILL", "across")
-    wait_until("the container ends", lambda: tasks(host)["across"] == "STOPPED", 20)
+    wait_until("the container ends", lambda: tasks(host)["across"] == "STOPPED", 60)
     host.node.ctr("containers", "delete", "across")
 
 
@@ -297,17 +297,25 @@ def journal_step(host: Upgrading) -> str:
 
 
 class SlowStart:
-    """While it lasts, containerd takes long to start, so that a test can look at a switch from outside."""
+    """While it lasts, containerd's unit has other words; with ``HOLDS`` it does not start until it is released."""
 
-    def __init__(self, host: Upgrading, words: str = "ExecStartPre=/bin/sleep 4") -> None:
+    HOLDS = "ExecStartPre=/bin/sh -c 'while [ -e /run/hold ]; do sleep 0.05; done'\nTimeoutStartSec=300"
+
+    def __init__(self, host: Upgrading, words: str = HOLDS) -> None:
         self._machine, self._words = host.machine, words
         self._path = f"/run/systemd/system/{UNIT}.d/50-slow.conf"
 
-    def __enter__(self) -> None:
+    def __enter__(self) -> SlowStart:
         self._machine.write(self._path, f"[Service]\n{self._words}\n")
-        self._machine.run(["systemctl", "daemon-reload"])
+        self._machine.sh("touch /run/hold; systemctl daemon-reload")
+        return self
+
+    def release(self) -> None:
+        """Let it start."""
+        self._machine.run(["rm", "-f", "/run/hold"])
 
     def __exit__(self, *_: object) -> None:
+        self.release()
         self._machine.run(["rm", "-f", self._path])
         self._machine.run(["systemctl", "daemon-reload"])
 
@@ -317,18 +325,19 @@ def begin_upgrade(host: Upgrading, version: str, step: str) -> subprocess.Popen[
     process = host.machine.popen(
         [PYZ, "upgrade", "--to", version], stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT
     )
-    wait_until(f"the upgrade reaches the step {step}", lambda: journal_step(host) == step, 60)
+    wait_until(f"the upgrade reaches the step {step}", lambda: journal_step(host) == step, 120)
     return process
 
 
 def test_while_an_upgrade_runs_status_says_so_and_a_second_one_is_told_to_wait(host: Upgrading) -> None:
     host.bring_to("1.0", "2.0")
-    with SlowStart(host):
+    with SlowStart(host) as slow:
         process = begin_upgrade(host, "2.0", "start")
         try:
             status = host.stratum("status", check=False)
             second = host.stratum("upgrade", "--to", "2.0", check=False)
         finally:
+            slow.release()
             said, _ = process.communicate(timeout=120)
     assert status.status == 1
     assert re.search(r"^in progress upgrade to 2\.0 at step start", status.stdout, re.MULTILINE), status.describe()
@@ -343,7 +352,7 @@ def test_an_upgrade_that_was_killed_is_shown_and_the_next_command_goes_back(host
     with SlowStart(host):
         process = begin_upgrade(host, "2.0", "start")
         host.machine.run(["pkill", "-KILL", "-f", "stratum.pyz upgrade"])
-        process.wait(timeout=20)
+        process.wait(timeout=60)
         status = host.stratum("status", check=False)
     assert status.status == 1
     assert re.search(r"^unfinished upgrade to 2\.0 at step start", status.stdout, re.MULTILINE), status.describe()
@@ -403,7 +412,7 @@ def test_a_containerd_that_does_not_start_is_left_for_the_old_one(host: Upgradin
     # What ran before the upgrade can run again.
     host.node.ctr("tasks", "start", "--detach", "before")
     host.node.ctr("tasks", "kill", "--signal", "SIGKILL", "before")
-    wait_until("the container ends", lambda: tasks(host)["before"] == "STOPPED", 20)
+    wait_until("the container ends", lambda: tasks(host)["before"] == "STOPPED", 60)
     host.node.ctr("containers", "delete", "before")
 
 
@@ -416,7 +425,7 @@ def test_a_containerd_that_answers_and_then_dies_is_left_for_the_old_one(host: U
 
 def test_a_containerd_that_never_answers_is_left_for_the_old_one(host: Upgrading, tmp_path: Path) -> None:
     before = host.bring_to("1.0")
-    with SlowStart(host, "TimeoutStartSec=4"):
+    with SlowStart(host, "TimeoutStartSec=10"):
         message = rolled_back(host, before, try_broken(host, tmp_path, "9.3", {"containerd": SLEEPS}))
     assert UNIT in message
     assert "thinking about it" in message

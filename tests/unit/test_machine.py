@@ -548,25 +548,6 @@ def test_a_boot_starts_the_stack_and_imports_what_is_missing(node: MachineHost, 
     assert list(node.images) == ["example.test/demo:1"]
 
 
-def test_the_supervisor_leaves_a_running_stack_alone(node: MachineHost) -> None:
-    assert supervise.watch_once(context(node), Stack(Layout(node))) == "version 1.0.0 is running"
-    assert changing(node) == []
-
-
-@pytest.mark.parametrize("state", ["failed", "inactive"])
-def test_the_supervisor_starts_what_died_for_good(node: MachineHost, state: str) -> None:
-    node.units[CONTAINERD].active = state
-    assert "had to be started again" in supervise.watch_once(context(node), Stack(Layout(node)))
-    assert node.active(CONTAINERD)
-
-
-def test_the_supervisor_waits_while_another_run_is_at_work(node: MachineHost) -> None:
-    node.units[CONTAINERD].active = "inactive"
-    with hold_lock(node, "upgrade"):
-        assert "another run" in supervise.watch_once(context(node), Stack(Layout(node)))
-    assert not node.active(CONTAINERD)
-
-
 def test_the_supervisor_without_a_version_says_so(node: MachineHost, root: Path) -> None:
     (root / "opt/stratum/node/current").unlink()
     with pytest.raises(NotInstalledError):

@@ -373,10 +373,10 @@ def test_what_is_no_plain_json_object_is_refused(data: bytes) -> None:
 
 
 def test_a_number_of_a_million_digits_takes_no_time() -> None:
-    started = time.monotonic()
+    started = time.process_time()
     with pytest.raises(BundleError):
         parse_json(b'{"a":' + b"9" * 4_000_000 + b"}", "here")
-    assert time.monotonic() - started < 2
+    assert time.process_time() - started < 2
 
 
 @settings(max_examples=200, deadline=None)

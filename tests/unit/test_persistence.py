@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
-from collections.abc import Callable
+import socket
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -167,8 +169,6 @@ def test_the_supervisor_is_started_without_waiting_for_it(unit: MachineHost) -> 
 
 @pytest.mark.parametrize("abstract", [False, True])
 def test_readiness_is_said_to_the_socket_that_systemd_names(tmp_path: Path, abstract: bool) -> None:
-    import socket
-
     name = f"@stratum-test-{os.getpid()}" if abstract else str(tmp_path / "notify")
     with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as server:
         server.bind("\0" + name[1:] if abstract else name)
@@ -180,3 +180,80 @@ def test_readiness_is_said_to_the_socket_that_systemd_names(tmp_path: Path, abst
 def test_without_a_manager_nothing_is_said() -> None:
     notify_module.notify(Host("/", {}), "READY=1")
     notify_module.notify(Host("/", {"NOTIFY_SOCKET": ""}), "READY=1")
+
+
+@contextlib.contextmanager
+def manager(path: Path, **environ: str) -> Iterator[tuple[Host, socket.socket]]:
+    """A stand-in for systemd's end of the socket, and a host that was started with it."""
+    with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as server:
+        server.bind(str(path))
+        server.setblocking(False)
+        yield Host("/", {"NOTIFY_SOCKET": str(path), **environ}), server
+
+
+def heard(server: socket.socket) -> list[str]:
+    said = []
+    with contextlib.suppress(BlockingIOError):
+        while True:
+            said.append(server.recv(1000).decode())
+    return said
+
+
+@pytest.mark.parametrize(
+    ("usec", "pid", "watched"),
+    [
+        ("3000000", None, True),
+        ("3000000", "ours", True),
+        ("3000000", "1", False),
+        ("0", None, False),
+        (None, None, False),
+        ("", None, False),
+        ("-5", None, False),
+        ("soon", None, False),
+        ("\u0663", None, False),
+    ],
+)
+def test_the_watchdog_is_fed_when_it_is_meant_for_this_process(
+    tmp_path: Path, usec: str | None, pid: str | None, watched: bool
+) -> None:
+    environ = {"WATCHDOG_USEC": usec, "WATCHDOG_PID": str(os.getpid()) if pid == "ours" else pid}
+    given = {name: value for name, value in environ.items() if value is not None}
+    with manager(tmp_path / "notify", **given) as (host, server):
+        watchdog = notify_module.watchdog_of(host)
+        watchdog.alive()
+        with watchdog.patience(60):
+            pass
+        said = heard(server)
+    assert bool(said) is watched
+    assert watchdog.shorten(15) == (1.5 if watched else 15)
+
+
+def test_something_that_takes_long_is_announced_and_the_old_time_counts_from_its_end(tmp_path: Path) -> None:
+    with manager(tmp_path / "notify", WATCHDOG_USEC="3000000") as (host, server):
+        watchdog = notify_module.watchdog_of(host)
+        with pytest.raises(ZeroDivisionError), watchdog.patience(60):
+            assert heard(server) == ["WATCHDOG=1\nWATCHDOG_USEC=60000000"]
+            raise ZeroDivisionError
+        assert heard(server) == ["WATCHDOG=1\nWATCHDOG_USEC=3000000"]
+        with watchdog.patience(1):
+            assert heard(server) == ["WATCHDOG=1\nWATCHDOG_USEC=3000000"], "never less than the unit gives"
+
+
+def test_the_end_of_a_long_part_does_not_bring_the_short_time_back_for_the_whole(tmp_path: Path) -> None:
+    with manager(tmp_path / "notify", WATCHDOG_USEC="3000000") as (host, server):
+        watchdog = notify_module.watchdog_of(host)
+        with watchdog.patience(60):
+            with watchdog.patience(60):
+                pass
+            assert heard(server) == ["WATCHDOG=1\nWATCHDOG_USEC=60000000"]
+        assert heard(server) == ["WATCHDOG=1\nWATCHDOG_USEC=3000000"]
+
+
+def test_a_start_that_takes_long_asks_for_its_time(tmp_path: Path) -> None:
+    with manager(tmp_path / "notify") as (host, server):
+        notify_module.extend_start(host, 90.5)
+        assert heard(server) == ["EXTEND_TIMEOUT_USEC=90500000"]
+
+
+def test_the_unit_has_a_watchdog(root: Path, unit: MachineHost) -> None:
+    assert "\nWatchdogSec=3min\n" in (root / "etc/systemd/system/stratum.service").read_text()

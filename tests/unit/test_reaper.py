@@ -50,7 +50,7 @@ class Processes:
         return process, child
 
     def _wait(self, process: subprocess.Popen[bytes], name: str) -> None:
-        deadline = time.monotonic() + 10
+        deadline = time.monotonic() + 60
         while time.monotonic() < deadline:
             found = reaper.read_process(Host(), process.pid)
             if found and found.argv[0] == name:
@@ -81,7 +81,7 @@ def live() -> Host:
 
 
 def ends(process: subprocess.Popen[bytes]) -> int:
-    return process.wait(timeout=10)
+    return process.wait(timeout=60)
 
 
 def runs(pid: int) -> bool:

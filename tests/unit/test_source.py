@@ -501,7 +501,7 @@ def test_in_a_directory_only_regular_files_count(name: str, kind: str, bundle: B
         path.mkdir()
     started = time.monotonic()
     refusal(lambda: read_everything(open_bundle(str(top)), bundle))
-    assert time.monotonic() - started < 5
+    assert time.monotonic() - started < 60
 
 
 @pytest.mark.parametrize("linked", ["blobs", "blobs/sha256"])

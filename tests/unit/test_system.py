@@ -347,48 +347,48 @@ def test_a_link_to_a_program_is_looked_up_inside_the_tree(host: Host) -> None:
 def test_a_directory_tree_runs_no_commands(host: Host) -> None:
     program(Path(host.root) / "bin/true")
     with pytest.raises(RuntimeError):
-        host.run(["true"], timeout=5)
+        host.run(["true"], timeout=60)
 
 
 def test_a_command_gets_neither_the_callers_proxy_nor_its_loader_variables(live: Host) -> None:
-    lines = dict(line.partition("=")[::2] for line in live.run(["env"], timeout=10).text.splitlines())
+    lines = dict(line.partition("=")[::2] for line in live.run(["env"], timeout=60).text.splitlines())
     assert lines.pop("PATH").split(":") == live.search_path()
     assert lines == {"LC_ALL": "C", "LANG": "C"}
-    assert "A=b" in live.run(["env"], timeout=10, env={"A": "b"}).text.splitlines()
+    assert "A=b" in live.run(["env"], timeout=60, env={"A": "b"}).text.splitlines()
 
 
 def test_a_command_reads_nothing_from_the_callers_terminal_or_pipe(live: Host) -> None:
-    assert live.run(["cat"], timeout=10).stdout == b""
+    assert live.run(["cat"], timeout=60).stdout == b""
 
 
 def test_a_command_inherits_no_descriptor(live: Host, tmp_path: Path) -> None:
     with open(tmp_path / "lock", "w") as lock:
         os.set_inheritable(lock.fileno(), True)
-        names = live.run(["ls", "/proc/self/fd"], timeout=10).text.split()
+        names = live.run(["ls", "/proc/self/fd"], timeout=60).text.split()
     assert set(names) <= {"0", "1", "2", "3"}  # 3 is the directory that ls itself reads
 
 
 def test_a_failing_command_says_what_it_was_and_what_it_said_in_one_line(live: Host) -> None:
     with pytest.raises(CommandError) as caught:
-        live.run(["sh", "-c", "echo out; echo one >&2; echo; echo two >&2; exit 7"], timeout=10)
+        live.run(["sh", "-c", "echo out; echo one >&2; echo; echo two >&2; exit 7"], timeout=60)
     assert caught.value.status == 7
     assert caught.value.message.endswith("exit status 7: one; two")
     assert "\n" not in caught.value.message.replace("echo", "")
     assert caught.value.stderr == "one\ntwo\n"
-    done = live.run(["sh", "-c", "exit 7"], timeout=10, check=False)
+    done = live.run(["sh", "-c", "exit 7"], timeout=60, check=False)
     assert done.status == 7
 
 
 def test_a_flood_of_errors_is_cut_and_bytes_that_are_no_text_are_escaped(live: Host) -> None:
     with pytest.raises(CommandError) as caught:
-        live.run(["sh", "-c", r"printf '\377\376' >&2; yes x | head -c 100000 >&2; exit 1"], timeout=20)
+        live.run(["sh", "-c", r"printf '\377\376' >&2; yes x | head -c 100000 >&2; exit 1"], timeout=60)
     assert len(caught.value.message) < 1000
     caught.value.message.encode("ascii")
 
 
 def test_a_command_that_was_killed_says_by_which_signal(live: Host) -> None:
     with pytest.raises(CommandError) as caught:
-        live.run(["sh", "-c", "kill -9 $$"], timeout=10)
+        live.run(["sh", "-c", "kill -9 $$"], timeout=60)
     assert "killed by signal 9" in caught.value.message
 
 
@@ -407,21 +407,21 @@ def test_a_program_that_cannot_be_started_is_a_command_error(live: Host, tmp_pat
     broken.write_bytes(content)
     broken.chmod(0o755)
     with pytest.raises(CommandError) as caught:
-        live.run([str(broken)], timeout=5)
+        live.run([str(broken)], timeout=60)
     assert str(broken) in caught.value.message
     with pytest.raises(CommandError):
-        live.run([str(tmp_path)], timeout=5)
+        live.run([str(tmp_path)], timeout=60)
 
 
 def test_a_command_that_does_not_end_is_killed_with_everything_it_started(live: Host, tmp_path: Path) -> None:
     pid = tmp_path / "pid"
     start = time.monotonic()
     with pytest.raises(CommandError) as caught:
-        live.run(["sh", "-c", f"echo waiting >&2; sleep 300 & echo $! > {pid}; wait"], timeout=0.4)
-    assert time.monotonic() - start < 10
+        live.run(["sh", "-c", f"echo waiting >&2; sleep 300 & echo $! > {pid}; wait"], timeout=1.5)
+    assert time.monotonic() - start < 60
     assert caught.value.reference == "command-timeout"
-    assert "no end after 0.4 s: waiting" in caught.value.message
-    deadline = time.monotonic() + 5
+    assert "no end after 1.5 s: waiting" in caught.value.message
+    deadline = time.monotonic() + 60
     while _runs(int(pid.read_text())) and time.monotonic() < deadline:
         time.sleep(0.02)
     assert not _runs(int(pid.read_text()))
@@ -437,17 +437,17 @@ def _runs(pid: int) -> bool:
 def test_a_daemon_that_keeps_the_output_open_does_not_hold_up_the_caller(live: Host, tmp_path: Path) -> None:
     pid = tmp_path / "pid"
     start = time.monotonic()
-    done = live.run(["sh", "-c", f"sleep 60 & echo $! > {pid}; echo started"], timeout=30)
+    done = live.run(["sh", "-c", f"sleep 600 & echo $! > {pid}; echo started"], timeout=300)
     try:
         assert done.text == "started\n"
-        assert time.monotonic() - start < 10
+        assert time.monotonic() - start < 200
     finally:
         os.kill(int(pid.read_text()), signal.SIGKILL)
 
 
 def test_what_is_fed_arrives_whole(live: Host) -> None:
     data = bytes(range(256)) * 4096
-    assert live.run(["cat"], timeout=20, feed=lambda pipe: _write(pipe, data)).stdout == data
+    assert live.run(["cat"], timeout=60, feed=lambda pipe: _write(pipe, data)).stdout == data
 
 
 def _write(pipe: object, data: bytes) -> None:
@@ -456,7 +456,7 @@ def _write(pipe: object, data: bytes) -> None:
 
 def test_a_command_that_stops_reading_fails_by_its_own_status_and_not_by_a_broken_pipe(live: Host) -> None:
     with pytest.raises(CommandError) as caught:
-        live.run(["sh", "-c", "echo no >&2; exit 3"], timeout=20, feed=lambda pipe: _write(pipe, bytes(1 << 22)))
+        live.run(["sh", "-c", "echo no >&2; exit 3"], timeout=60, feed=lambda pipe: _write(pipe, bytes(1 << 22)))
     assert caught.value.status == 3
 
 
@@ -475,14 +475,14 @@ def test_an_error_while_feeding_ends_the_command_and_is_the_error(live: Host, tm
         raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        live.run(["sh", "-c", f"echo $$ > {pid}; exec sleep 60"], timeout=20, feed=feed)
+        live.run(["sh", "-c", f"echo $$ > {pid}; exec sleep 60"], timeout=60, feed=feed)
     assert not _runs(int(pid.read_text()))
 
 
 def test_running_commands_leaves_no_descriptor_and_no_zombie(live: Host) -> None:
     before = len(os.listdir("/proc/self/fd"))
     for _ in range(5):
-        live.run(["true"], timeout=10)
+        live.run(["true"], timeout=60)
         with pytest.raises(CommandError):
             live.run(["sleep", "60"], timeout=0.05)
     assert len(os.listdir("/proc/self/fd")) == before
@@ -554,7 +554,7 @@ def test_temporary_names_are_hidden_beside_the_file_and_never_the_same(host: Hos
 def test_threads_may_run_commands_at_the_same_time(live: Host) -> None:
     found: list[str] = []
     threads = [
-        threading.Thread(target=lambda word=word: found.append(live.run(["echo", word], timeout=10).text))
+        threading.Thread(target=lambda word=word: found.append(live.run(["echo", word], timeout=60).text))
         for word in ("a", "b", "c", "d")
     ]
     for thread in threads:

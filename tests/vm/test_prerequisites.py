@@ -155,6 +155,13 @@ def test_a_kubernetes_node_gets_its_host_keeps_it_through_a_reboot_and_gives_it_
     assert stratum(host, "up")["changed"] is False
     assert "warning" not in host.run(["journalctl", "--boot", "--unit", "stratum.service"]).stdout
 
+    # What comes undone while the node runs is put right, and said.
+    host.sh("swapon --priority 3 /swapfile; sysctl -q -w kernel.panic=5")
+    wait_until("swap is off again", lambda: swaps(host) == {}, 300, pause=2)
+    wait_until("the sysctl is set again", lambda: sysctls(host)["kernel.panic"] == "10", 300, pause=2)
+    said = host.run(["journalctl", "--boot", "--unit", "stratum.service"]).stdout
+    assert "/swapfile" in said and "kernel.panic" in said
+
     # What an admin does meanwhile stays.
     host.sh("printf '\\nLABEL=more /srv/more ext4 noauto 0 0\\n' >>/etc/fstab")
     stratum(host, "uninstall")
