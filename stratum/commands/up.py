@@ -29,7 +29,7 @@ from stratum.scripts.context import Context, add_dry_run, add_output, add_root
 from stratum.scripts.overwrites import warn_overwrites
 from stratum.scripts.recover import recover
 from stratum.scripts.run import announce, ignore_signals, load_work, perform, report
-from stratum.scripts.target import Target, check_preflight, target_of_bundle, target_of_version
+from stratum.scripts.target import Target, check_init, check_preflight, target_of_bundle, target_of_version
 from stratum.staging import reap_staging
 from stratum.steps import Outcome, Step, Work, run_steps
 
@@ -179,6 +179,7 @@ def run(context: Context, arguments: argparse.Namespace) -> int:
     dry_run = arguments.dry_run
     if not dry_run:
         context.require_root("up")
+    check_init(context, arguments.skip_check)
     boot.require_compiled(persist=context.host.live and not dry_run)
     stack = Stack(Layout(context.host))
     with contextlib.nullcontext() if dry_run else lock.hold_lock(context.host, "up"):

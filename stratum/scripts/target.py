@@ -20,7 +20,7 @@ from stratum.scripts.context import Context
 from stratum.scripts.prerequisites import check_prerequisites
 from stratum.steps import Work
 
-__all__ = ["Target", "check_preflight", "check_units", "target_of_bundle", "target_of_version"]
+__all__ = ["Target", "check_init", "check_preflight", "check_units", "target_of_bundle", "target_of_version"]
 
 
 @dataclass(frozen=True)
@@ -75,6 +75,19 @@ def check_preflight(context: Context, arguments: argparse.Namespace, target: Tar
             context.out.warn(f"{finding.check}: {finding.message}; {finding.hint}")
     _refuse(findings)
     return settings
+
+
+def check_init(context: Context, skip: Sequence[str]) -> None:
+    """A host without systemd is no place for a node: raises :class:`HostRefusedError` before anything is written.
+
+    Everything else preflight says at once, and later: reading the bundle for it may need compiled parts on the disk.
+    """
+    if context.host.live and "systemd" not in skip:
+        try:
+            _refuse(preflight.check_systemd(context.host))
+        except HostRefusedError as error:
+            error.state = "nothing was changed"
+            raise
 
 
 def check_units(context: Context) -> None:

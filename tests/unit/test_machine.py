@@ -187,6 +187,7 @@ def test_a_host_without_systemd_is_refused_before_the_first_write(
     assert caught.value.exit_code == ExitCode.HOST_REFUSED
     assert caught.value.state == "nothing was changed"
     assert snapshot(root) == before
+    assert machine.mutations == [], "not even the lock is taken"
 
 
 @pytest.mark.parametrize("name", ["start", "stop", "restart"])
