@@ -109,6 +109,8 @@ def build_steps(context: Context, work: Work, stack: Stack, target: Target, sett
     if live:
         steps += stack_script.network_steps(context, work, stack, bridged=bridged)
         steps += stack_script.start_steps(work, stack)
+        # containerd makes its directories at its first start; what is imported takes its label from them.
+        steps += prerequisites.label_steps(context, work, settings, "data-labels")
         steps += image_script.import_steps(context, stack, record)
         steps.append(Step("history", "note what is active", lambda: node_script.plan_history(work, record)))
     return [

@@ -221,11 +221,11 @@ def _plan_sysctls(context: Context, work: Work, profile: Profile, record: Versio
     return sysctls.plan_sysctls(work, profile, context.out.warn, base)
 
 
-def label_steps(context: Context, work: Work, settings: Settings) -> list[Step]:
+def label_steps(context: Context, work: Work, settings: Settings, name: str = "labels") -> list[Step]:
     """Give what was placed the labels of its place, when all of it is there and before it is executed."""
     return [
         Step(
-            "labels",
+            name,
             "label the files for SELinux",
             lambda: selinux.plan_relabel(work, _policy(context, settings), context.out.warn),
         )

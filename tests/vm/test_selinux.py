@@ -157,12 +157,12 @@ def test_a_node_on_an_enforcing_host_has_its_labels_keeps_them_and_gives_the_pol
         done = up(host)
         assert done.stderr == "", done.describe()
         assert "stratum" in modules(host)
-        # containerd makes its directories itself; the supervisor, which starts behind `up`, labels them.
-        host.run(["systemctl", "start", "stratum.service"], timeout=600)
+        # What containerd made itself is labelled too, before anything is imported into it.
         assert label(host, CONTAINERD) == "container_runtime_exec_t"
         assert label(host, "/opt/stratum/node/current/bin/ctr") == "bin_t"
         assert label(host, "/usr/local/bin/stratum") == "bin_t"
         assert label(host, "/var/lib/stratum/containerd") == "container_var_lib_t"
+        host.run(["systemctl", "start", "stratum.service"], timeout=600)
         assert wrong_labels(host, "/opt/stratum", "/etc/stratum", "/usr/local/bin", "/run/stratum") == ""
         command = ["ctr", "run", "--rm", demo_image.reference, "hello", "echo", "hello"]
         assert host.run(["stratum", "exec", *command], timeout=600).stdout == "hello\n"
