@@ -90,6 +90,9 @@ def host(machines: Machines, lab_disk: Disk, debian_packages: dict[str, Package]
     vm.write("/etc/systemd/system/late-address.service", LATE_ADDRESS)
     vm.sh("systemctl daemon-reload; systemctl enable srv-admin.swap late-address; systemctl start swap.target")
     vm.run(["systemctl", "start", "late-address"])
+    gone = ["systemctl", "is-active", "--quiet", "late-address"]
+    wait_until("the address has come", lambda: vm.run(gone, check=False).status != 0, 120, pause=0.5)
+    assert ADDRESS in vm.sh("ip -4 address show lo").stdout
     return vm
 
 
@@ -124,7 +127,6 @@ def test_a_kubernetes_node_gets_its_host_keeps_it_through_a_reboot_and_gives_it_
     assert live == {"kernel.panic": "-1", "net.ipv4.ip_forward": "0"}
 
     # The network has no other address, so none is guessed.
-    wait_until("the address is there", lambda: ADDRESS in host.sh("ip -4 address show lo").stdout, 60, pause=0.5)
     stratum(host, "up", "--profile", "cis", "--node-ip", ADDRESS)
     assert swaps(host) == {}
     assert sysctls(host) == {"kernel.panic": "10", "net.ipv4.ip_forward": "1"}
