@@ -168,7 +168,7 @@ def test_a_kubernetes_node_gets_its_host_keeps_it_through_a_reboot_and_gives_it_
     host.sh("printf '\\nLABEL=more /srv/more ext4 noauto 0 0\\n' >>/etc/fstab")
     stratum(host, "uninstall")
     assert swaps(host) == on
-    host.sh("sed -i -e '/^LABEL=more/d' /etc/fstab; truncate -s -1 /etc/fstab")
+    host.sh("sed -i -e '/^LABEL=more/d' /etc/fstab; truncate -s -1 /etc/fstab; systemctl daemon-reload")
     ours = (("forwarding", r".*", "a value that a drop-in of ours set at boot stays until the next one"),)
     left = difference(before, snapshot(host), ignore=(*LEFT, *REBOOTED, *ours))
     assert not left, "\n".join(left)
