@@ -11,13 +11,13 @@ from collections.abc import Iterator
 
 from stratum.system import Host
 
-__all__ = ["attributes", "dump"]
+__all__ = ["ERROR", "HEADER", "attributes", "dump", "messages"]
 
-_HEADER = struct.Struct("=IHHII")  # length, type, flags, sequence, port
+HEADER = struct.Struct("=IHHII")  # length, type, flags, sequence, port
 _ATTRIBUTE = struct.Struct("=HH")  # length, type
 _REQUEST = 0x1 | 0x300  # NLM_F_REQUEST | NLM_F_DUMP
 _INTERRUPTED = 0x10  # NLM_F_DUMP_INTR: the table changed while it was read
-_ERROR, _DONE = 2, 3
+ERROR, _DONE = 2, 3
 _TYPE_MASK = 0x3FFF  # the two upper bits are flags (nested, byte order)
 _TRIES = 5
 
@@ -26,14 +26,14 @@ def _align(length: int) -> int:
     return (length + 3) & ~3
 
 
-def _messages(datagram: bytes) -> Iterator[tuple[int, int, bytes]]:
+def messages(datagram: bytes) -> Iterator[tuple[int, int, bytes]]:
     """Type, flags and body of each message."""
     offset = 0
-    while offset + _HEADER.size <= len(datagram):
-        length, kind, flags, _, _ = _HEADER.unpack_from(datagram, offset)
-        if length < _HEADER.size:
+    while offset + HEADER.size <= len(datagram):
+        length, kind, flags, _, _ = HEADER.unpack_from(datagram, offset)
+        if length < HEADER.size:
             return
-        yield kind, flags, datagram[offset + _HEADER.size : offset + length]
+        yield kind, flags, datagram[offset + HEADER.size : offset + length]
         offset += _align(length)
 
 
@@ -49,7 +49,7 @@ def attributes(data: bytes) -> Iterator[tuple[int, bytes]]:
 
 
 def _is_last(datagram: bytes) -> bool:
-    return any(kind in (_ERROR, _DONE) for kind, _, _ in _messages(datagram))
+    return any(kind in (ERROR, _DONE) for kind, _, _ in messages(datagram))
 
 
 def dump(host: Host, kind: int, body: bytes) -> list[bytes]:
@@ -57,14 +57,14 @@ def dump(host: Host, kind: int, body: bytes) -> list[bytes]:
 
     A table that changes while it is read is read again. Raises OSError.
     """
-    request = _HEADER.pack(_HEADER.size + len(body), kind, _REQUEST, 1, 0) + body
+    request = HEADER.pack(HEADER.size + len(body), kind, _REQUEST, 1, 0) + body
     found: list[bytes] = []
     for _ in range(_TRIES):
         found, interrupted = [], False
         for datagram in host.ask_rtnetlink(request, _is_last):
-            for message, flags, content in _messages(datagram):
+            for message, flags, content in messages(datagram):
                 interrupted |= bool(flags & _INTERRUPTED)
-                if message == _ERROR:
+                if message == ERROR:
                     code = -int(struct.unpack_from("=i", content)[0])
                     raise OSError(code, f"rtnetlink request {kind} was refused")
                 if message != _DONE:

@@ -7,10 +7,9 @@ the number takes one message and starts no program. The older iptables has nothi
 from __future__ import annotations
 
 import struct
-from collections.abc import Iterator
 from typing import Optional
 
-from stratum.host.rtnetlink import attributes
+from stratum.host.rtnetlink import ERROR, HEADER, attributes, messages
 from stratum.system import Host
 
 __all__ = ["read_generation"]
@@ -19,24 +18,12 @@ __all__ = ["read_generation"]
 _NETLINK_NETFILTER = 12
 _NEWGEN, _GETGEN = 10 << 8 | 15, 10 << 8 | 16
 _GEN_ID = 1
-_ERROR = 2
 _REQUEST = 1
-_HEADER = struct.Struct("=IHHII")  # length, type, flags, sequence, port
 _FAMILY = struct.Struct("=BBH")  # family, version, resource
 
 
-def _messages(datagram: bytes) -> Iterator[tuple[int, bytes]]:
-    offset = 0
-    while offset + _HEADER.size <= len(datagram):
-        length, kind, *_ = _HEADER.unpack_from(datagram, offset)
-        if length < _HEADER.size:
-            return
-        yield kind, datagram[offset + _HEADER.size : offset + length]
-        offset += (length + 3) & ~3
-
-
 def _is_last(datagram: bytes) -> bool:
-    return any(kind in (_NEWGEN, _ERROR) for kind, _ in _messages(datagram))
+    return any(kind in (_NEWGEN, ERROR) for kind, _, _ in messages(datagram))
 
 
 def _is_used(host: Host) -> bool:
@@ -48,13 +35,13 @@ def read_generation(host: Host) -> Optional[int]:
     """The number of the ruleset in force; None where the kernel has no nf_tables, or does not say."""
     if not _is_used(host):
         return None
-    size = _HEADER.size + _FAMILY.size
-    request = _HEADER.pack(size, _GETGEN, _REQUEST, 1, 0) + _FAMILY.pack(0, 0, 0)
+    size = HEADER.size + _FAMILY.size
+    request = HEADER.pack(size, _GETGEN, _REQUEST, 1, 0) + _FAMILY.pack(0, 0, 0)
     try:
         datagrams = host.ask_netlink(_NETLINK_NETFILTER, request, _is_last)
     except OSError:
         return None
-    for kind, body in (message for datagram in datagrams for message in _messages(datagram)):
+    for kind, _, body in (message for datagram in datagrams for message in messages(datagram)):
         if kind == _NEWGEN:
             found = dict(attributes(body[_FAMILY.size :])).get(_GEN_ID)
             if found is not None and len(found) == 4:
