@@ -18,10 +18,10 @@ from stratum.node.units import SYSTEMD_DIR, UNIT_CONTAINERD
 from stratum.receipt import STATE_DIRECTORY
 from stratum.system import HostPath
 
-__all__ = ["OWN_ROOTS", "Place", "find_place", "footprint"]
+__all__ = ["Place", "find_place", "footprint", "is_own"]
 
 #: Everything below is Stratum's alone.
-OWN_ROOTS = (HostPath("/opt/stratum"), HostPath("/etc/stratum"), STATE_DIRECTORY, HostPath("/run/stratum"))
+_OWN_ROOTS = (HostPath("/opt/stratum"), HostPath("/etc/stratum"), STATE_DIRECTORY, HostPath("/run/stratum"))
 
 
 @dataclass(frozen=True)
@@ -44,6 +44,11 @@ class Place:
 
 def _pattern(path: str) -> str:
     return "[^/]*".join(map(re.escape, path.split("*")))
+
+
+def is_own(path: HostPath) -> bool:
+    """Whether ``path`` is one of Stratum's own directories, or in one."""
+    return any(root in (path, *path.parents) for root in _OWN_ROOTS)
 
 
 def footprint() -> tuple[Place, ...]:
@@ -72,7 +77,7 @@ def footprint() -> tuple[Place, ...]:
         *(
             Place(f"{place.path}/", "compiled parts of the pyz, where /var and /opt cannot hold them")
             for place in ROOT_PLACES
-            if not any(root in HostPath(place.path).parents for root in OWN_ROOTS)
+            if not is_own(HostPath(place.path))
         ),
     )
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-from stratum.scripts.footprint import OWN_ROOTS, find_place
+from stratum.scripts.footprint import find_place, is_own
 from stratum.system import HostPath
 from tests.lab.machine import BARE_ENV, wait_until
 from tests.lab.node import BUNDLE, IMAGE, PYZ, USB, Node, installed, refusal
@@ -56,7 +56,7 @@ def test_up_writes_only_to_its_own_directories_and_to_the_footprint(bare: Machin
 def outside(paths: list[str]) -> list[HostPath]:
     """Those that are not in a directory of Stratum's own."""
     found = map(HostPath, paths)
-    return [path for path in found if not any(root in (path, *path.parents) for root in OWN_ROOTS)]
+    return [path for path in found if not is_own(path)]
 
 
 def test_a_newer_program_takes_over_and_only_the_one_before_it_stays(node: MachineNode) -> None:

@@ -27,7 +27,7 @@ from stratum.node.stack import Stack
 from stratum.output import Output
 from stratum.scripts import supervise
 from stratum.scripts.context import Context
-from stratum.scripts.footprint import OWN_ROOTS, find_place, footprint
+from stratum.scripts.footprint import find_place, footprint, is_own
 from stratum.system import HostPath, PathLike
 from tests import netlink
 from tests.bundles import Entry, Part, snapshot
@@ -339,7 +339,7 @@ def test_settings_that_cannot_be_read_are_never_passed_over(desk: Desk, host: Ku
 def outside(paths: set[str]) -> set[HostPath]:
     """Those that are not in a directory of Stratum's own."""
     found = {HostPath(path) for path in paths}
-    return {path for path in found if not any(root in (path, *path.parents) for root in OWN_ROOTS)}
+    return {path for path in found if not is_own(path)}
 
 
 def test_the_footprint_is_what_up_writes_outside_of_our_directories(

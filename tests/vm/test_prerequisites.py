@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from stratum.scripts.footprint import OWN_ROOTS, find_place
+from stratum.scripts.footprint import find_place, is_own
 from stratum.system import HostPath
 from tests.conftest import Machines
 from tests.lab import demo
@@ -134,7 +134,7 @@ def test_a_kubernetes_node_gets_its_host_keeps_it_through_a_reboot_and_gives_it_
     status = stratum(host, "status", "--wait", "120")
     assert (status["nodeIP"], status["profile"], status["host"]) == (ADDRESS, "cis", [])
     changed = [HostPath(path) for path in written(before, snapshot(host), ignore=REBOOTED)]
-    elsewhere = [path for path in changed if not any(root in (path, *path.parents) for root in OWN_ROOTS)]
+    elsewhere = [path for path in changed if not is_own(path)]
     assert [path for path in elsewhere if find_place(path) is None] == []
 
     # Taken back in the same boot: swap is on as it was, live values and files are those of before.
