@@ -92,7 +92,7 @@ def plan_modes(work: Work) -> list[Action]:
     """Give the files of versions, components and the program their modes again; one file may have several names."""
     actions: dict[tuple[int, int], Action] = {}
     for entry in work.receipt:
-        if OWN_ROOT in entry.path.parents and entry.mode is not None and work.receipt.changed_mode(entry) is not None:
+        if entry.is_below(OWN_ROOT) and entry.mode is not None and work.receipt.changed_mode(entry) is not None:
             info = work.host.lstat(entry.path)
             actions.setdefault((info.st_dev, info.st_ino), SetMode(entry.path, entry.mode))
     return list(actions.values())

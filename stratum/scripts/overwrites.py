@@ -20,7 +20,7 @@ def warn_overwrites(
 
     The files of the ``versions``, which are put right as a whole, are asked as well. Raises OSError.
     """
-    paths = [entry.path for entry in work.receipt if any(top in entry.path.parents for top in versions)]
+    paths = [entry.path for entry in work.receipt if any(entry.is_below(top) for top in versions)]
     paths += [item.path for item in actions if isinstance(item, (WriteFile, PlaceLink, CopyProgram, SetMode))]
     named: set[tuple[int, int]] = set()
     for path in paths:

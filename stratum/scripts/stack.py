@@ -168,8 +168,7 @@ def supervisor_steps(context: Context) -> list[Step]:
     """Start the supervisor unit, which watches the stack from now on."""
 
     def plan() -> list[Action]:
-        state = systemd.read_units(context.host, [persistence.UNIT])[persistence.UNIT]
-        if state.active in ("active", "activating"):
+        if persistence.active(context.host):
             return []
         return [Command(("systemctl", "start", "--no-block", persistence.UNIT), 60.0)]
 

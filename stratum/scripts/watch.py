@@ -123,8 +123,11 @@ class Watch:
                 return [replace(trouble, quiet=True) for trouble in troubles]
 
     def _may_try(self, trouble: Trouble) -> bool:
+        return trouble.ours and len(self._recent_tries(trouble)) < _TRIES
+
+    def _recent_tries(self, trouble: Trouble) -> list[float]:
         since = self.context.host.monotonic() - _TRIES_WITHIN
-        return trouble.ours and len([when for when in self._tried.get(trouble.what, []) if when > since]) < _TRIES
+        return [when for when in self._tried.get(trouble.what, []) if when > since]
 
     def _put_right(self) -> Sequence[Trouble]:
         # Whoever had the lock until now may have put it right.
@@ -133,8 +136,7 @@ class Watch:
             return self._drift.find()
         now = self.context.host.monotonic()
         for trouble in before:
-            recent = [when for when in self._tried.get(trouble.what, []) if when > now - _TRIES_WITHIN]
-            self._tried[trouble.what] = [*recent, now]
+            self._tried[trouble.what] = [*self._recent_tries(trouble), now]
         failures = [self._failure(error) for error in self.put_right()]
         after = self._drift.find(ask=True)
         left = {trouble.what for trouble in after}
