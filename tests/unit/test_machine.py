@@ -7,8 +7,6 @@ import json
 import os
 import shutil
 import socket
-import tempfile
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Optional
 
@@ -28,13 +26,6 @@ from tests.fakes import Desk, Killed, MachineHost, make_tree, node_publisher, re
 CONTAINERD, SUPERVISOR = "stratum-containerd.service", "stratum.service"
 OVERRIDE = "run/systemd/system/stratum.service.d/zzz-stratum-no-restart.conf"
 WANTS = "etc/systemd/system/multi-user.target.wants/stratum.service"
-
-
-@pytest.fixture
-def memory() -> Iterator[Path]:
-    path = tempfile.mkdtemp(prefix="stratum-test-", dir="/dev/shm" if os.access("/dev/shm", os.W_OK) else None)
-    yield Path(path)
-    shutil.rmtree(path)
 
 
 @pytest.fixture

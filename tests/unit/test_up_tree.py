@@ -9,8 +9,6 @@ import shutil
 import stat
 import subprocess
 import sys
-import tempfile
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Callable, Optional
 
@@ -28,14 +26,6 @@ from tests.unit.conftest import interpreters
 def desk(tmp_path: Path) -> Desk:
     (tmp_path / "desk").mkdir()
     return Desk(tmp_path / "desk")
-
-
-@pytest.fixture
-def memory() -> Iterator[Path]:
-    """A directory in memory: a rename over a file takes milliseconds on ext4."""
-    path = tempfile.mkdtemp(prefix="stratum-test-", dir="/dev/shm" if os.access("/dev/shm", os.W_OK) else None)
-    yield Path(path)
-    shutil.rmtree(path)
 
 
 @pytest.fixture

@@ -8,9 +8,7 @@ import io
 import json
 import os
 import shutil
-import signal
 import socket
-import tempfile
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -90,21 +88,6 @@ class Post:
         self.err.seek(0)
         self.err.truncate()
         return lines
-
-
-@pytest.fixture(autouse=True)
-def signals() -> Iterator[None]:
-    known = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)}
-    yield
-    for number, handler in known.items():
-        signal.signal(number, handler)
-
-
-@pytest.fixture
-def memory() -> Iterator[Path]:
-    path = tempfile.mkdtemp(prefix="stratum-test-", dir="/dev/shm" if os.access("/dev/shm", os.W_OK) else None)
-    yield Path(path)
-    shutil.rmtree(path)
 
 
 @pytest.fixture
