@@ -32,8 +32,8 @@ from typing import Callable, Optional
 from urllib.parse import unquote, urlsplit
 
 from stratum.bundle.oci import Platform, check_name, check_version, safe_relative
-from stratum.bundle.yamlreader import Place, YamlNode, parse_yaml
 from stratum.errors import BundleError, UsageError
+from stratum.yamlreader import Place, YamlNode, parse_yaml
 
 __all__ = ["Checksums", "ComponentRule", "Definition", "FileRule", "ImageRule", "Source", "parse_definition"]
 

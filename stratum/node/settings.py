@@ -7,8 +7,10 @@ everything is as it comes has no such file.
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 
+from stratum.config import Network, NodeSpec
 from stratum.errors import StratumError
 from stratum.receipt import STATE_DIRECTORY
 from stratum.steps import Action, MakeDirectory, Work, plan_file
@@ -18,16 +20,36 @@ __all__ = ["SETTINGS_PATH", "Settings", "plan_settings", "read_settings"]
 
 SETTINGS_PATH = STATE_DIRECTORY / "settings.json"
 _FORMAT = 1
+_DEFAULT = NodeSpec()
 
 
 @dataclass(frozen=True)
 class Settings:
-    """The settings of a node. ``node_ip`` is empty until it has one (``v4``, ``v6`` or ``v4,v6``)."""
+    """What is in force on a node: the configuration that the last ``up`` or ``upgrade`` took, and what was resolved.
 
-    profile: str = "default"
+    ``node_ip`` is empty until the node has one (``v4``, ``v6`` or ``v4,v6``), and so is ``node_name``. ``sources`` says
+    of each field of the configuration that is not at its default where its value came from.
+    """
+
+    spec: NodeSpec = _DEFAULT
     node_ip: str = ""
-    cluster_cidrs: tuple[str, ...] = ()
-    selinux: bool = True
+    node_name: str = ""
+    sources: Mapping[str, str] = field(default_factory=dict, hash=False)
+
+    @property
+    def profile(self) -> str:
+        """The profile's name."""
+        return self.spec.profile
+
+    @property
+    def cluster_cidrs(self) -> tuple[str, ...]:
+        """The networks of pods and services."""
+        return self.spec.network.cluster_cidrs
+
+    @property
+    def selinux(self) -> bool:
+        """Whether files get labels where SELinux is on."""
+        return self.spec.selinux
 
     def to_json(self) -> dict[str, object]:
         """The form on the disk."""
@@ -49,12 +71,11 @@ def read_settings(host: Host) -> Settings:
         value = json.loads(host.read_bytes(SETTINGS_PATH))
         if value["format"] != _FORMAT:
             raise ValueError(f"format {value['format']!r} is not {_FORMAT}")
-        return Settings(
-            str(value["profile"]),
-            str(value["nodeIP"]),
-            tuple(str(item) for item in value["clusterCIDRs"]),
-            bool(value["selinux"]),
+        cidrs = tuple(str(item) for item in value["clusterCIDRs"])
+        spec = NodeSpec(
+            profile=str(value["profile"]), selinux=bool(value["selinux"]), network=Network(cluster_cidrs=cidrs)
         )
+        return Settings(spec, str(value["nodeIP"]))
     except FileNotFoundError:
         return Settings()
     except (ValueError, TypeError, KeyError) as error:

@@ -49,6 +49,10 @@ class UnitSpec:
     containerd_config: HostPath = CONTAINERD_CONFIG
     kubelet: bool = False
     kubelet_config: HostPath = KUBELET_CONFIG
+    # Further arguments of the kubelet, and variables of its environment; no secret is among them.
+    kubelet_arguments: tuple[str, ...] = ()
+    kubelet_environment: tuple[tuple[str, str], ...] = ()
+    containerd_environment: tuple[tuple[str, str], ...] = ()
     # Adds the CoreDNS unit and makes containerd and kubelet depend on it: the path of the supervisor script.
     localdns: str = ""
     # Commands that containerd runs before each start to prepare GPUs; they name driver files by version, so a

@@ -80,12 +80,14 @@ def base_sysctls(record: VersionRecord) -> Sequence[Sysctl]:
 def choose_settings(context: Context, arguments: argparse.Namespace, record: VersionRecord) -> Settings:
     """What the command line and the record say together; looks only. Raises :class:`StratumError`."""
     known = read_settings(context.host)
-    chosen = replace(
-        known,
+    cidrs = tuple(arguments.cluster_cidr.split(",")) if arguments.cluster_cidr else known.cluster_cidrs
+    spec = replace(
+        known.spec,
         profile=find_profile(arguments.profile or known.profile).name,
-        cluster_cidrs=tuple(arguments.cluster_cidr.split(",")) if arguments.cluster_cidr else known.cluster_cidrs,
+        network=replace(known.spec.network, cluster_cidrs=cidrs),
         selinux=known.selinux if arguments.selinux is None else arguments.selinux,
     )
+    chosen = replace(known, spec=spec)
     if arguments.node_ip:
         check_argument(arguments.node_ip)
     return replace(chosen, node_ip=choose_node_ip(context, chosen, record, flag=arguments.node_ip or ""))

@@ -18,6 +18,7 @@ from typing import Any, Callable, Optional
 
 import pytest
 
+from stratum.config import Network, NodeSpec
 from stratum.errors import ExitCode, HostRefusedError, StratumError, UsageError
 from stratum.host import modules, persistence, swapunits, sysctls
 from stratum.host.profiles import BASE_PATH, PROFILES
@@ -184,7 +185,7 @@ def test_a_kubernetes_node_gets_modules_sysctls_and_no_swap_now_and_at_boot(
     listed = [line for line in drop_in(host, modules.LOAD_FILE).read_text().splitlines() if not line.startswith("#")]
     assert listed == ["overlay", "br_netfilter", "nf_conntrack"]
     assert drop_in(host, BASE_PATH).exists() and drop_in(host, PROFILES["cis"].path).exists()
-    assert read_settings(host) == Settings(profile="cis", node_ip="192.0.2.10")
+    assert read_settings(host) == Settings(NodeSpec(profile="cis"), "192.0.2.10")
     again = desk.up(host, bundle)
     assert again.text.startswith("nothing to do\n")
 
@@ -251,7 +252,7 @@ def test_a_tree_gets_the_files_and_its_address_at_the_first_start(desk: Desk, tm
     tree = Host(str(root), {})
     assert desk.up(tree, bundle, "--profile", "cis").status == ExitCode.DONE
     assert b"# off by stratum: " in (root / "etc/fstab").read_bytes()
-    assert read_settings(tree) == Settings(profile="cis")
+    assert read_settings(tree) == Settings(NodeSpec(profile="cis"))
     assert desk.run(tree, "uninstall").status == ExitCode.DONE
     assert (root / "etc/fstab").read_bytes() == FSTAB
 
@@ -321,7 +322,9 @@ def test_an_address_of_no_use_is_a_usage_error_before_anything_is_written(
 def test_the_families_of_the_cluster_decide_and_are_recorded(desk: Desk, host: KubernetesHost, bundle: Path) -> None:
     host.addresses = {"eth0": ["10.0.2.15/24", "2001:db8::10/64"]}
     desk.up(host, bundle, "--cluster-cidr", "fd00:1::/56,fd00:2::/112")
-    assert read_settings(host) == Settings(node_ip="2001:db8::10", cluster_cidrs=("fd00:1::/56", "fd00:2::/112"))
+    assert read_settings(host) == Settings(
+        NodeSpec(network=Network(cluster_cidrs=("fd00:1::/56", "fd00:2::/112"))), "2001:db8::10"
+    )
     assert desk.up(host, bundle).text.startswith("nothing to do\n")
 
 
