@@ -19,7 +19,7 @@ from stratum.errors import (
 )
 from stratum.host import persistence, preflight
 from stratum.host.preflight import REJECT, Finding, Need
-from stratum.node.stack import UNITS
+from stratum.node.units import EVERY_UNIT
 from stratum.scripts import node as node_script
 from stratum.scripts.choice import add_bundle_arguments, open_trusted
 from stratum.scripts.context import Context, add_output, add_root
@@ -92,7 +92,7 @@ def run(context: Context, arguments: argparse.Namespace) -> int:
     findings = preflight.check_host(
         context.host,
         needs=checked.needs,
-        units=(*UNITS, persistence.UNIT),
+        units=(*EVERY_UNIT, persistence.UNIT),
         skip=arguments.skip_check,
         kubelet=checked.kubelet,
     )

@@ -18,9 +18,9 @@ from stratum.host import firewalld, forwarding, masquerade, mounts, netmanagers,
 from stratum.journal import JOURNAL_PATH
 from stratum.node import cni, containerd
 from stratum.node.layout import Layout
-from stratum.node.stack import UNITS, Stack
+from stratum.node.stack import Stack
 from stratum.node.traces import plan_traces
-from stratum.node.units import drop_in_dir
+from stratum.node.units import EVERY_UNIT, drop_in_dir
 from stratum.receipt import STATE_DIRECTORY
 from stratum.removal import Left, Removal, plan_removal
 from stratum.scripts import prerequisites
@@ -54,11 +54,11 @@ class Found:
 
 def find(context: Context) -> Found:
     """Remember what is enabled and running."""
-    states = systemd.read_units(context.host, (persistence.UNIT, *UNITS))
+    states = systemd.read_units(context.host, (persistence.UNIT, *EVERY_UNIT))
     return Found(
         persistence.unit_enabled(context.host),
         states[persistence.UNIT].active in ("active", "activating"),
-        any(states[unit].active == "active" for unit in UNITS),
+        any(states[unit].active == "active" for unit in EVERY_UNIT),
     )
 
 
@@ -71,7 +71,8 @@ def put_back(context: Context, stack: Stack, found: Found) -> list[str]:
         (
             found.running,
             lambda: [
-                action.perform(load_work(context)) for action in stack_script.plan_start(load_work(context), stack)
+                action.perform(load_work(context))
+                for action in stack_script.plan_start(context, load_work(context), stack)
             ],
         ),
         (found.supervised, lambda: persistence.start_later(context.host)),
@@ -122,14 +123,14 @@ def plan_stop_supervisor(context: Context) -> list[Action]:
 
 def plan_reload(context: Context) -> list[Action]:
     """systemd forgets the units that are gone."""
-    return [Call("make systemd forget", persistence.UNIT, lambda: persistence.forget(context.host, UNITS))]
+    return [Call("make systemd forget", persistence.UNIT, lambda: persistence.forget(context.host, EVERY_UNIT))]
 
 
 def teardown_steps(context: Context, work: Work, stack: Stack) -> list[Step]:
     """Everything before the deletion; a failure in here puts the node back."""
     return [
         Step("disarm", "keep the supervisor from coming back", lambda: plan_disarm(context)),
-        *stack_script.stop_steps(stack, tuple(reversed(UNITS)), containers=True, warn=context.out.warn),
+        *stack_script.stop_steps(stack, tuple(reversed(EVERY_UNIT)), containers=True, warn=context.out.warn),
         Step("traces", "remove what dead containers left in /run", lambda: plan_traces(context.host)),
         Step("unmount", "take away mounts below Stratum's directories", lambda: mounts.plan_unmount(work, ROOTS)),
         Step("network", "remove the container bridge", lambda: plan_network(context, work)),
@@ -187,7 +188,7 @@ def uninstall(context: Context, work: Work, *, keep_data: bool, dry_run: bool) -
             raise
     if dry_run and context.host.live:
         released += [persistence.ENABLEMENT, *(item.path for item in cni.read_attachments(context.host))]
-    drop_ins = [drop_in_dir(unit) for unit in (persistence.UNIT, *UNITS)]
+    drop_ins = [drop_in_dir(unit) for unit in (persistence.UNIT, *EVERY_UNIT)]
     keep = (containerd.DATA_ROOT,) if keep_data else ()
     removal = plan_removal(work, keep=keep, released=released, attached=drop_ins)
     if context.host.live:

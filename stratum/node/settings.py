@@ -13,12 +13,23 @@ from dataclasses import dataclass, field
 from stratum.config import Network, NodeSpec
 from stratum.errors import StratumError
 from stratum.receipt import STATE_DIRECTORY
-from stratum.steps import Action, MakeDirectory, Work, plan_file
-from stratum.system import Host
+from stratum.steps import Action, MakeDirectory, Work, plan_file, withdraw
+from stratum.system import Host, HostPath
 
-__all__ = ["SETTINGS_PATH", "Settings", "plan_settings", "read_settings"]
+__all__ = [
+    "EARLIER_PATH",
+    "SETTINGS_PATH",
+    "Settings",
+    "forget_earlier",
+    "keep_earlier",
+    "plan_settings",
+    "read_earlier",
+    "read_settings",
+]
 
 SETTINGS_PATH = STATE_DIRECTORY / "settings.json"
+# While a switch of versions is under way: the settings to go back to.
+EARLIER_PATH = STATE_DIRECTORY / "settings.earlier.json"
 _FORMAT = 1
 _DEFAULT = NodeSpec()
 
@@ -67,8 +78,12 @@ def read_settings(host: Host) -> Settings:
 
     It is never passed over: a node would get another address than the one that others know it by.
     """
+    return _read(host, SETTINGS_PATH)
+
+
+def _read(host: Host, path: HostPath) -> Settings:
     try:
-        value = json.loads(host.read_bytes(SETTINGS_PATH))
+        value = json.loads(host.read_bytes(path))
         if value["format"] != _FORMAT:
             raise ValueError(f"format {value['format']!r} is not {_FORMAT}")
         cidrs = tuple(str(item) for item in value["clusterCIDRs"])
@@ -81,8 +96,8 @@ def read_settings(host: Host) -> Settings:
     except (ValueError, TypeError, KeyError) as error:
         raise StratumError(
             "settings-unreadable",
-            f"{SETTINGS_PATH}: not settings that this version reads: {error}",
-            hint=f"remove {SETTINGS_PATH}, then run: stratum up --node-ip ADDRESS, with the address that the node had",
+            f"{path}: not settings that this version reads: {error}",
+            hint=f"remove {path}, then run: stratum up --node-ip ADDRESS, with the address that the node had",
         ) from None
 
 
@@ -90,6 +105,29 @@ def plan_settings(work: Work, settings: Settings) -> list[Action]:
     """What records ``settings``; nothing when they are recorded, or are those of a node without a record."""
     if settings == Settings() and not work.host.lexists(SETTINGS_PATH):
         return []
-    content = json.dumps(settings.to_json(), indent=1, sort_keys=True).encode() + b"\n"
+    content = _to_bytes(settings)
     # The state directory is made with the journal, before the first change of any run.
     return [action for action in plan_file(work, SETTINGS_PATH, content) if not isinstance(action, MakeDirectory)]
+
+
+def _to_bytes(settings: Settings) -> bytes:
+    return json.dumps(settings.to_json(), indent=1, sort_keys=True).encode() + b"\n"
+
+
+def keep_earlier(work: Work, settings: Settings) -> None:
+    """Keep what is in force before a switch to ``settings``, as long as it is under way. Raises OSError."""
+    now = read_settings(work.host)
+    if now != settings and not work.host.exists(EARLIER_PATH):
+        for action in plan_file(work, EARLIER_PATH, _to_bytes(now)):
+            action.perform(work)
+
+
+def read_earlier(host: Host) -> Settings:
+    """The settings that a switch goes back to: those kept, else those in force. Raises :class:`StratumError`."""
+    return _read(host, EARLIER_PATH) if host.exists(EARLIER_PATH) else read_settings(host)
+
+
+def forget_earlier(work: Work) -> None:
+    """The switch is over, one way or the other. Raises OSError."""
+    if work.receipt.get(EARLIER_PATH) is not None:
+        withdraw(work, EARLIER_PATH)

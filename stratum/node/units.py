@@ -13,6 +13,7 @@ from stratum.system import SEARCH_PATH, HostPath
 from stratum.systemd import quote_argument
 
 __all__ = [
+    "EVERY_UNIT",
     "SYSTEMD_DIR",
     "UNIT_CONTAINERD",
     "UNIT_KUBELET",
@@ -33,6 +34,8 @@ UNIT_KUBELET_LAUNCH_CHECK = "stratum-kubelet-launch-check.service"
 UNIT_LOCALDNS = "stratum-localdns.service"
 # Made and owned by the host's preparation, shared by every mode; the stack only orders after it.
 UNIT_LOCALDNS_NETWORK = "stratum-localdns-network.service"
+# All that a node can have, in start order.
+EVERY_UNIT = (UNIT_LOCALDNS_NETWORK, UNIT_LOCALDNS, UNIT_CONTAINERD, UNIT_KUBELET_LAUNCH_CHECK, UNIT_KUBELET)
 CONTAINERD_CONFIG = HostPath("/etc/stratum/containerd/config.toml")
 KUBELET_CONFIG = HostPath("/etc/stratum/kubelet/config.yaml")
 MARK = "# Written by Stratum; put changes into a drop-in of your own (systemctl edit).\n"

@@ -9,11 +9,11 @@ from stratum.bundle.oci import Descriptor
 from stratum.errors import CommandError, StratumError
 from stratum.node import containerd
 from stratum.node.stack import Stack
-from stratum.node.versions import VersionRecord
+from stratum.node.versions import VersionRecord, read_record
 from stratum.scripts.context import Context
-from stratum.steps import Action, Call, Step
+from stratum.steps import Action, Call, Step, Work
 
-__all__ = ["import_steps"]
+__all__ = ["import_now", "import_steps"]
 
 
 def plan_import(context: Context, stack: Stack, record: VersionRecord) -> list[Action]:
@@ -57,6 +57,15 @@ def _import(stack: Stack, image: Image, platform: str) -> None:
             f"image {image.name}: containerd has {found or 'nothing'} after the import, not {image.manifest.digest}",
             hint="read: stratum logs containerd",
         )
+
+
+def import_now(context: Context, work: Work, stack: Stack) -> None:
+    """Import what the active version has and containerd has not. Raises :class:`StratumError`."""
+    version = stack.layout.current()
+    record = read_record(stack.layout, version) if version else None
+    for action in plan_import(context, stack, record) if record else ():
+        context.out.note(action.describe())
+        action.perform(work)
 
 
 def import_steps(context: Context, stack: Stack, record: VersionRecord) -> list[Step]:

@@ -20,6 +20,7 @@ from stratum.host.profiles import BASE, PROFILES, Profile, Sysctl, find_profile
 from stratum.node import cni
 from stratum.node.layout import Layout
 from stratum.node.settings import Settings, plan_settings, read_settings
+from stratum.node.stackspec import is_kubernetes_node
 from stratum.node.versions import VersionRecord
 from stratum.scripts.context import Context
 from stratum.steps import Action, RemoveDirectory, RemoveFile, Step, Work
@@ -31,12 +32,12 @@ __all__ = [
     "check_prerequisites",
     "choose_settings",
     "find_drift",
-    "is_kubernetes_node",
     "label_steps",
     "pin_node_ip",
     "plan_restore",
     "prerequisite_steps",
     "restored_paths",
+    "settings_step",
 ]
 
 _PIN_WAIT = 60.0  # seconds: at boot an interface may come up after the supervisor
@@ -59,11 +60,6 @@ def add_settings_arguments(parser: argparse.ArgumentParser) -> None:
         default=None,
         help="file contexts and labels where SELinux is on (default: yes)",
     )
-
-
-def is_kubernetes_node(record: VersionRecord) -> bool:
-    """Whether the version makes a Kubernetes node: it has a kubelet."""
-    return record.component_version("kubelet") is not None
 
 
 def base_sysctls(record: VersionRecord) -> Sequence[Sysctl]:
@@ -184,7 +180,6 @@ def prerequisite_steps(
     host, warn = context.host, context.out.warn
     profile = find_profile(settings.profile)
     steps = [
-        Step("settings", "record the node's settings", lambda: plan_settings(work, settings)),
         Step(
             "selinux",
             "register file contexts",
@@ -221,6 +216,11 @@ def _plan_sysctls(context: Context, work: Work, profile: Profile, record: Versio
         if finding.check == "sysctl-overridden":
             context.out.warn(f"{finding.message}; {finding.hint}")
     return sysctls.plan_sysctls(work, profile, context.out.warn, base)
+
+
+def settings_step(work: Work, settings: Settings) -> Step:
+    """Record the settings: from then on they are in force."""
+    return Step("settings", "record the node's settings", lambda: plan_settings(work, settings))
 
 
 def label_steps(context: Context, work: Work, settings: Settings, name: str = "labels") -> list[Step]:

@@ -13,7 +13,7 @@ from stratum.errors import BundleNotFoundError, HostRefusedError, StratumError
 from stratum.host import persistence, preflight
 from stratum.node.layout import Layout
 from stratum.node.settings import Settings
-from stratum.node.stack import UNITS
+from stratum.node.units import EVERY_UNIT
 from stratum.node.versions import VersionRecord, read_record
 from stratum.scripts import node as node_script
 from stratum.scripts.context import Context
@@ -65,7 +65,7 @@ def check_preflight(context: Context, arguments: argparse.Namespace, target: Tar
     findings = preflight.check_host(
         context.host,
         needs=node_script.needs(context, target.placement) if target.placement else (),
-        units=(*UNITS, persistence.UNIT),
+        units=(*EVERY_UNIT, persistence.UNIT),
         skip=arguments.skip_check,
         kubelet=target.record.component_version("kubelet"),
     )
@@ -92,7 +92,7 @@ def check_init(context: Context, skip: Sequence[str]) -> None:
 
 def check_units(context: Context) -> None:
     """A unit that the admin masked cannot start again: raises :class:`HostRefusedError` before it is stopped."""
-    _refuse(preflight.check_masked(context.host, (*UNITS, persistence.UNIT)))
+    _refuse(preflight.check_masked(context.host, (*EVERY_UNIT, persistence.UNIT)))
 
 
 def _refuse(findings: Sequence[preflight.Finding]) -> None:

@@ -25,6 +25,7 @@ from stratum.host.profiles import BASE_PATH, PROFILES
 from stratum.node.layout import Layout
 from stratum.node.settings import SETTINGS_PATH, Settings, read_settings
 from stratum.node.stack import Stack
+from stratum.node.units import SYSTEMD_DIR, UNIT_KUBELET_LAUNCH_CHECK, UNIT_LOCALDNS, UNIT_LOCALDNS_NETWORK
 from stratum.output import Output
 from stratum.scripts import supervise
 from stratum.scripts.context import Context
@@ -372,6 +373,9 @@ def test_the_footprint_is_what_up_writes_outside_of_our_directories(
     # What only a machine with real programs writes: containers, firewalld, the unpacking, a running uninstall.
     elsewhere = {"/run/containerd/", "/var/lib/cni/results/*", "/etc/firewalld/zones/trusted.xml*"}
     elsewhere |= {str(persistence.OVERRIDE), "/usr/local/lib/stratum/runtime/"}
+    # What only a configuration asks for.
+    for unit in (UNIT_LOCALDNS, UNIT_LOCALDNS_NETWORK, UNIT_KUBELET_LAUNCH_CHECK):
+        elsewhere |= {f"{SYSTEMD_DIR}/{unit}", f"{SYSTEMD_DIR}/{unit}.d/*"}
     elsewhere |= {f"/etc/systemd/system/{name}" for name in swapunits.SERVICES if name != "zramswap.service"}
     assert {place.path for place in footprint() if not any(map(place.holds, written))} == elsewhere
     desk.run(host, "uninstall")
