@@ -29,6 +29,7 @@ from stratum.scripts.context import Context, add_dry_run, add_output, add_root
 from stratum.scripts.overwrites import warn_overwrites
 from stratum.scripts.recover import recover
 from stratum.scripts.run import announce, ignore_signals, load_work, perform, report
+from stratum.scripts.settings import add_settings_arguments
 from stratum.scripts.target import Target, check_init, check_preflight, target_of_bundle, target_of_version
 from stratum.staging import reap_staging
 from stratum.steps import Outcome, Step, Work, run_steps
@@ -40,7 +41,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_dry_run(parser)
     add_root(parser)
     add_bundle_arguments(parser)
-    prerequisites.add_settings_arguments(parser)
+    add_settings_arguments(parser)
     parser.add_argument(
         "--supervise", action="store_true", help="bring the node up, then watch it (what the unit runs)"
     )
@@ -125,9 +126,9 @@ def _bring_up(context: Context, arguments: argparse.Namespace, work: Work, stack
     with open_trusted(context, arguments) as bundle:
         target = read_target(work, layout, bundle)
         check_version(layout, target)
-        settings = check_preflight(context, arguments, target)
+        chosen = check_preflight(context, arguments, target)
         check_places(context, work, layout, target)
-        steps = build_steps(context, work, stack, target, settings)
+        steps = build_steps(context, work, stack, target, chosen.settings)
         return perform(
             context, work, "up", steps, dry_run=dry_run, source=layout.current(), target=target.record.version
         )

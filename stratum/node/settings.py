@@ -6,6 +6,7 @@ force must be on the disk. A node on which everything is as it comes has no such
 
 from __future__ import annotations
 
+import ipaddress
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -86,7 +87,8 @@ def _from_json(value: Any) -> Settings:
 
 
 def _from_first_format(value: Any) -> Settings:
-    cidrs = tuple(str(item) for item in value["clusterCIDRs"])
+    # That release took a network with bits set behind its prefix.
+    cidrs = tuple(str(ipaddress.ip_network(item, strict=False)) for item in value["clusterCIDRs"])
     spec = NodeSpec(
         profile=str(value["profile"]), selinux=bool(value["selinux"]), network=Network(cluster_cidrs=cidrs)
     )
