@@ -30,6 +30,7 @@ from stratum.scripts.goal import Goal
 from stratum.scripts.overwrites import warn_overwrites
 from stratum.scripts.recover import recover
 from stratum.scripts.run import announce, ignore_signals, load_work, perform, report
+from stratum.scripts.settings import add_settings_arguments
 from stratum.scripts.target import Target, check_init, check_preflight, target_of_bundle, target_of_version
 from stratum.staging import reap_staging
 from stratum.steps import Outcome, Step, Work, run_steps
@@ -41,7 +42,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_dry_run(parser)
     add_root(parser)
     add_bundle_arguments(parser)
-    prerequisites.add_settings_arguments(parser)
+    add_settings_arguments(parser)
     parser.add_argument(
         "--supervise", action="store_true", help="bring the node up, then watch it (what the unit runs)"
     )
@@ -126,7 +127,8 @@ def _bring_up(context: Context, arguments: argparse.Namespace, work: Work, stack
     with open_trusted(context, arguments) as bundle:
         target = read_target(work, layout, bundle)
         check_version(layout, target)
-        goal = Goal(target.record, target.plugins, check_preflight(context, arguments, target))
+        chosen = check_preflight(context, arguments, target)
+        goal = Goal(target.record, target.plugins, chosen.settings)
         check_places(context, work, layout, goal)
         steps = build_steps(context, work, stack, target, goal)
         return perform(

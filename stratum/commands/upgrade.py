@@ -21,6 +21,7 @@ from stratum.scripts.context import Context, add_dry_run, add_output
 from stratum.scripts.goal import Goal
 from stratum.scripts.recover import recover
 from stratum.scripts.run import announce, load_work, perform, report
+from stratum.scripts.settings import add_settings_arguments
 from stratum.scripts.target import Target, check_preflight, target_of_bundle, target_of_version
 from stratum.steps import Outcome, Step, Work, run_steps
 
@@ -30,7 +31,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_output(parser)
     add_dry_run(parser)
     add_bundle_arguments(parser)
-    prerequisites.add_settings_arguments(parser)
+    add_settings_arguments(parser)
     parser.add_argument("--to", metavar="VERSION", help="switch to a version that is installed (no bundle is read)")
     parser.add_argument("--prepare-only", action="store_true", help="unpack and check; leave the running version alone")
     parser.add_argument("--allow-downgrade", action="store_true", help="accept a bundle with a lower serial")
@@ -116,7 +117,8 @@ def run(context: Context, arguments: argparse.Namespace) -> int:
                 context.out.result(f"version {current} is active already; to repair it run: stratum up")
                 outcome = Outcome()
             else:
-                goal = Goal(target.record, target.plugins, check_preflight(context, arguments, target))
+                chosen = check_preflight(context, arguments, target)
+                goal = Goal(target.record, target.plugins, chosen.settings)
                 outcome = upgrade(context, arguments, work, stack, target, goal)
     report(context, "upgrade", outcome, dry_run=dry_run, more={"from": current, "to": target.record.version})
     if not dry_run and not arguments.prepare_only:

@@ -49,7 +49,7 @@ def bring_up(context: Context, stack: Stack) -> None:
     work = load_work(context)
     recover(context, work, stack, command="supervise")
     record = _active(stack)
-    settings = prerequisites.pin_node_ip(context, record)
+    settings = prerequisites.pin_node(context, record)
     for finding in prerequisites.find_drift(context, settings, record):
         # What was put right once and is not so at this start: somebody or something works against us.
         context.out.warn(f"{finding.message}; {finding.hint}")
