@@ -41,6 +41,7 @@ _TEMPORARY = re.compile(r"\.(?P<name>.+)\.[0-9a-f]{16}\.tmp\Z", re.DOTALL)
 _PATH_LONG = 3000  # bytes
 _STDERR_SHOWN = 600
 _CONNECT_TIMEOUT = 5.0  # seconds
+_ANSWER_MAX = 1 << 16
 _DATAGRAM_MAX = 1 << 17  # the kernel puts at most 32 KiB into one
 
 
@@ -480,6 +481,23 @@ class Host:
             except OSError:
                 return False
             return True
+
+    def get_local(self, port: int, path: str, timeout: float) -> tuple[int, bytes]:
+        """GET ``path`` from the HTTP server at 127.0.0.1:``port``: the status and at most 64 KiB of the answer.
+
+        Never through a proxy, whatever the environment says. Raises OSError.
+        """
+        import http.client
+
+        channel = http.client.HTTPConnection("127.0.0.1", port, timeout=timeout)
+        try:
+            channel.request("GET", path)
+            answer = channel.getresponse()
+            return answer.status, answer.read(_ANSWER_MAX)
+        except http.client.HTTPException as error:
+            raise ConnectionError(f"127.0.0.1:{port}: {error!r}") from None
+        finally:
+            channel.close()
 
     def _command_environment(self, extra: Optional[Mapping[str, str]]) -> dict[str, str]:
         # A proxy, a locale or a loader variable of the caller must not reach what we start.
