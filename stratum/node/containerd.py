@@ -7,15 +7,34 @@ is never met. Configuration format: version 2 for containerd 1.6 and 1.7, versio
 
 from __future__ import annotations
 
+import json
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import BinaryIO, Callable, Optional
 
 from stratum.errors import BundleError, CommandError, StratumError
+from stratum.steps import Action, Work, plan_directory, plan_file
 from stratum.system import Completed, Host, HostPath
 
-__all__ = ["ADDRESS", "CONFIG_PATH", "DATA_ROOT", "NAMESPACE", "STATE_ROOT", "Ctr", "Task", "render_config"]
+__all__ = [
+    "ADDRESS",
+    "CONFIG_PATH",
+    "DATA_ROOT",
+    "FRAGMENT_DIR",
+    "KUBERNETES_NAMESPACE",
+    "NAMESPACE",
+    "REGISTRY_DIR",
+    "STATE_ROOT",
+    "ContainerdOptions",
+    "Ctr",
+    "Task",
+    "find_sandbox_image",
+    "overriding_fragments",
+    "plan_configuration",
+    "quote_toml",
+    "render_config",
+]
 
 CONFIG_PATH = HostPath("/etc/stratum/containerd/config.toml")
 DATA_ROOT = HostPath("/var/lib/stratum/containerd")
@@ -23,6 +42,12 @@ STATE_ROOT = HostPath("/run/stratum/containerd")
 ADDRESS = STATE_ROOT / "containerd.sock"
 # Where images of the bundle go on a container host; it is what ctr and nerdctl look at first.
 NAMESPACE = "default"
+# The one that CRI, and so the kubelet, keeps its images and containers in.
+KUBERNETES_NAMESPACE = "k8s.io"
+# Files of the admin's, which containerd reads after ours.
+FRAGMENT_DIR = HostPath("/etc/stratum/containerd/conf.d")
+REGISTRY_DIR = HostPath("/etc/stratum/containerd/certs.d")
+CDI_SPEC_DIRS = ("/etc/cdi", "/var/run/cdi")
 CNI_CONF_DIR = HostPath("/etc/cni/net.d")
 CNI_BIN_DIR = HostPath("/opt/cni/bin")
 
@@ -47,39 +72,160 @@ def config_version(containerd_version: str) -> int:
     raise BundleError("containerd-version", f"containerd {containerd_version}: only 1.6, 1.7 and 2.x are supported")
 
 
-def render_config(containerd_version: str) -> bytes:
-    """containerd's configuration for a release. Raises :class:`BundleError` for an unknown one."""
+@dataclass(frozen=True)
+class ContainerdOptions:
+    """What a node's containerd has beyond what its release decides.
+
+    ``sandbox_image`` is the image that holds a pod's namespaces, by the name that it is imported under; empty leaves
+    containerd's own, which it pulls. ``nvidia_runtime`` is the path of nvidia-container-runtime; empty without GPUs.
+    """
+
+    sandbox_image: str = ""
+    nvidia_runtime: str = ""
+
+
+_PLAIN = ContainerdOptions()
+
+
+def quote_toml(text: str) -> str:
+    """``text`` as a basic string (TOML 1.0.0, "String")."""
+    return json.dumps(text, ensure_ascii=False).replace("\x7f", "\\u007f")
+
+
+def render_config(containerd_version: str, options: ContainerdOptions = _PLAIN) -> bytes:
+    """containerd's configuration for a release. Raises :class:`BundleError` for an unknown one.
+
+    Nothing in it is a secret. The names of tables and fields are those of ``containerd config default`` of each
+    release; where a release has no field, the field is not written: 2.x warns of each that it does not know.
+    """
     version = config_version(containerd_version)
-    cri = "io.containerd.grpc.v1.cri" if version == 2 else "io.containerd.cri.v1.runtime"
-    # 2.1 renamed bin_dir, warns of the old name at each call of ctr and says that 2.3 knows it no more.
-    renamed = _release(containerd_version) >= (2, 1)
-    bin_dir = f'bin_dirs = ["{CNI_BIN_DIR}"]' if renamed else f'bin_dir = "{CNI_BIN_DIR}"'
-    # containerd 2 listens for NRI plugins by default, at a fixed place that another containerd may want.
-    nri = f"""
-[plugins."io.containerd.nri.v1.nri"]
-  socket_path = "{STATE_ROOT}/nri.sock"
-"""
-    return f"""# Written by Stratum.
+    sections = [
+        _render_base(version),
+        *_render_cri(version, _release(containerd_version), options),
+        *(_render_shared_places() if version == 3 else ()),
+    ]
+    return "\n".join(sections).encode()
+
+
+def _render_base(version: int) -> str:
+    return f"""# Written by Stratum. Put settings of your own into a file in {FRAGMENT_DIR}.
 version = {version}
 root = "{DATA_ROOT}"
 state = "{STATE_ROOT}"
+imports = ["{FRAGMENT_DIR}/*.toml"]
 
 [grpc]
   address = "{ADDRESS}"
 
 [plugins."io.containerd.internal.v1.opt"]
   path = "{DATA_ROOT}/opt"
+"""
 
-[plugins."{cri}".cni]
-  {bin_dir}
-  conf_dir = "{CNI_CONF_DIR}"
 
-[plugins."{cri}".containerd.runtimes.runc]
+def _render_cri(version: int, release: tuple[int, int], options: ContainerdOptions) -> list[str]:
+    """What the kubelet's side of containerd is set to; 2.0 divided its one table into two."""
+    runtime = "io.containerd.grpc.v1.cri" if version == 2 else "io.containerd.cri.v1.runtime"
+    images = "io.containerd.grpc.v1.cri" if version == 2 else "io.containerd.cri.v1.images"
+    # 2.1 renamed bin_dir, warns of the old name at each call of ctr and says that 2.3 knows it no more.
+    bin_dir = f'bin_dirs = ["{CNI_BIN_DIR}"]' if release >= (2, 1) else f'bin_dir = "{CNI_BIN_DIR}"'
+    lines = []
+    if version == 2 and options.sandbox_image:
+        lines.append(f"  sandbox_image = {quote_toml(options.sandbox_image)}\n")
+    if release >= (1, 7):
+        # 1.6 has no CDI. The directories are the defaults of the CDI specification.
+        spec_dirs = ", ".join(f'"{path}"' for path in CDI_SPEC_DIRS)
+        lines.append(f"  enable_cdi = true\n  cdi_spec_dirs = [{spec_dirs}]\n")
+    sections = [f'[plugins."{runtime}"]\n{"".join(lines)}'] if lines else []
+    if version == 3 and options.sandbox_image:
+        pinned = f"  sandbox = {quote_toml(options.sandbox_image)}\n"
+        sections.append(f'[plugins."{images}".pinned_images]\n{pinned}')
+    sections += [
+        f'[plugins."{images}".registry]\n  config_path = "{REGISTRY_DIR}"\n',
+        f'[plugins."{runtime}".cni]\n  {bin_dir}\n  conf_dir = "{CNI_CONF_DIR}"\n',
+        f'[plugins."{runtime}".containerd]\n  default_runtime_name = "runc"\n',
+        _render_runtime(runtime, "runc"),
+    ]
+    if options.nvidia_runtime:
+        sections.append(_render_runtime(runtime, "nvidia", options.nvidia_runtime))
+    return sections
+
+
+def _render_runtime(plugin: str, name: str, program: str = "") -> str:
+    binary = f"  BinaryName = {quote_toml(program)}\n" if program else ""
+    return f"""[plugins."{plugin}".containerd.runtimes.{name}]
   runtime_type = "io.containerd.runc.v2"
 
-[plugins."{cri}".containerd.runtimes.runc.options]
-  SystemdCgroup = true
-{nri if version == 3 else ""}""".encode()
+[plugins."{plugin}".containerd.runtimes.{name}.options]
+{binary}  SystemdCgroup = true
+"""
+
+
+def _render_shared_places() -> list[str]:
+    """containerd 2 listens for NRI plugins, and runs NRI plugins and image verifiers that it finds.
+
+    Its own places for them belong to every containerd of the host: each of two would run what is there.
+    """
+    nri = f"""[plugins."io.containerd.nri.v1.nri"]
+  socket_path = "{STATE_ROOT}/nri.sock"
+  plugin_path = "{DATA_ROOT}/nri/plugins"
+  plugin_config_path = "{CONFIG_PATH.parent}/nri.d"
+"""
+    verifier = f"""[plugins."io.containerd.image-verifier.v1.bindir"]
+  bin_dir = "{DATA_ROOT}/image-verifier"
+"""
+    return [nri, verifier]
+
+
+def plan_configuration(work: Work, containerd_version: str, options: ContainerdOptions = _PLAIN) -> list[Action]:
+    """containerd's configuration, and the directory for fragments of the admin's, which stay theirs.
+
+    Raises :class:`StratumError` for a file there that is not ours, :class:`BundleError` for an unknown release.
+    """
+    actions = plan_file(work, CONFIG_PATH, render_config(containerd_version, options))
+    made = {action.subject for action in actions}
+    return actions + [item for item in plan_directory(work.host, FRAGMENT_DIR) if item.subject not in made]
+
+
+def overriding_fragments(host: Host, containerd_version: str) -> list[HostPath]:
+    """Fragments that take the place of our settings of CRI rather than being added to them.
+
+    containerd 1.6 and 1.7 merge a fragment by whole plugins: a table of CRI in one drops all that Stratum set for
+    CRI, the sandbox image and the registries among it. 2.x merges each field (tried with the releases of Debian).
+    """
+    if config_version(containerd_version) != 2 or not host.is_dir(FRAGMENT_DIR):
+        return []
+    found = []
+    for name in host.listdir(FRAGMENT_DIR):
+        if name.endswith(".toml") and not host.is_dir(FRAGMENT_DIR / name):
+            try:
+                text = host.read_text(FRAGMENT_DIR / name)
+            except (OSError, ValueError):
+                continue
+            if re.search(r"^[ \t]*\[+[^]#\n]*io\.containerd\.grpc\.v1\.cri[\"']", text, re.MULTILINE):
+                found.append(FRAGMENT_DIR / name)
+    return found
+
+
+def find_sandbox_image(names: Iterable[str]) -> Optional[str]:
+    """The image that pods get their namespaces from: the one whose repository's last part is ``pause``.
+
+    None without one. Raises :class:`BundleError` when there are two: which is meant cannot be told.
+    """
+    found = sorted({name for name in names if _repository(name).rpartition("/")[2] == "pause"})
+    if len(found) > 1:
+        raise BundleError(
+            "sandbox-ambiguous",
+            f"the bundle has more than one image for the sandbox of pods: {', '.join(found)}",
+            hint="build the bundle with one image called pause",
+        )
+    return found[0] if found else None
+
+
+def _repository(name: str) -> str:
+    """An image's name without digest and tag (OCI distribution-spec 1.1, "Pulling manifests")."""
+    path = name.partition("@")[0]
+    head, slash, last = path.rpartition("/")
+    return head + slash + last.partition(":")[0]
 
 
 @dataclass(frozen=True)
