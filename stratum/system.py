@@ -454,6 +454,26 @@ class Host:
                 if is_last(answer[-1]):
                     return answer
 
+    def ask_dns(self, address: str, port: int, query: bytes, *, tcp: bool, timeout: float) -> bytes:
+        """Send one DNS message to a server and return what it answers; ``timeout`` is in seconds.
+
+        Over TCP a message has its length before it (RFC 1035, section 4.2.2). Raises OSError, TimeoutError among them.
+        """
+        family = socket.AF_INET6 if ":" in address else socket.AF_INET
+        kind = socket.SOCK_STREAM if tcp else socket.SOCK_DGRAM
+        with socket.socket(family, kind | socket.SOCK_CLOEXEC) as channel:
+            channel.settimeout(timeout)
+            channel.connect((address, port))
+            if not tcp:
+                channel.send(query)
+                return channel.recv(_DATAGRAM_MAX)
+            channel.sendall(len(query).to_bytes(2, "big") + query)
+            with channel.makefile("rb") as stream:
+                answer = stream.read(int.from_bytes(stream.read(2), "big"))
+        if not answer:
+            raise ConnectionResetError(errno.ECONNRESET, "closed without an answer", f"{address}:{port}")
+        return answer
+
     # -- commands -----------------------------------------------------------------------------------
 
     def search_path(self) -> list[str]:

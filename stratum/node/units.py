@@ -160,7 +160,11 @@ OOMScoreAdjust=-999
 
 
 def render_localdns(supervisor: str) -> bytes:
-    """The CoreDNS unit: it runs the supervisor script of the version under a user of its own."""
+    """The CoreDNS unit: it runs the supervisor script of the version under a user of its own.
+
+    That user may bind to port 53 and sees a system that it cannot write to. CoreDNS asks for the interfaces when it
+    binds (plugin bind), so netlink is among the address families. No setting is newer than systemd 239.
+    """
     return f"""{MARK}[Unit]
 Description=node-local DNS of the Stratum node (CoreDNS)
 After={UNIT_LOCALDNS_NETWORK} network.target
@@ -174,7 +178,19 @@ DynamicUser=yes
 AmbientCapabilities=CAP_NET_BIND_SERVICE
 CapabilityBoundingSet=CAP_NET_BIND_SERVICE
 NoNewPrivileges=yes
+ProtectSystem=strict
 ProtectHome=yes
+PrivateTmp=yes
+PrivateDevices=yes
+ProtectKernelTunables=yes
+ProtectKernelModules=yes
+ProtectControlGroups=yes
+RestrictAddressFamilies=AF_INET AF_INET6 AF_UNIX AF_NETLINK
+RestrictNamespaces=yes
+RestrictRealtime=yes
+LockPersonality=yes
+SystemCallArchitectures=native
+TimeoutStopSec=15
 Restart=always
 RestartSec=5
 OOMScoreAdjust=-900

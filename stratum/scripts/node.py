@@ -20,7 +20,7 @@ from stratum.node.history import note_activation, read_history
 from stratum.node.layout import Layout
 from stratum.node.stack import Stack
 from stratum.node.units import stack_units
-from stratum.node.versions import VersionRecord, assemble, differences, read_record, relink, usable_record
+from stratum.node.versions import VersionRecord, assemble, differences, outdated, read_record, relink, usable_record
 from stratum.receipt import STATE_DIRECTORY, Entry
 from stratum.scripts.context import Context
 from stratum.scripts.goal import Goal
@@ -130,7 +130,7 @@ def plan_version(work: Work, layout: Layout, record: VersionRecord) -> list[Acti
     active = layout.current() == record.version
     if not active and (known is None or known.manifest != record.manifest):
         return [Call("assemble", str(directory), lambda: assemble(layout, work.receipt, record, components))]
-    if differences(work.receipt, directory) or known != record:
+    if differences(work.receipt, directory) or known != record or outdated(layout, record, components):
         return [Call("repair", str(directory), lambda: relink(layout, work.receipt, record, components))]
     return []
 
