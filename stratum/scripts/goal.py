@@ -5,9 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Optional
 
+from stratum.config import WORKER
+from stratum.node.kubeconfig import Join
 from stratum.node.layout import Layout
 from stratum.node.settings import Settings, read_settings
-from stratum.node.stackspec import unit_spec
+from stratum.node.stackspec import is_kubernetes_node, serves_dns, unit_spec
 from stratum.node.units import UnitSpec
 from stratum.node.versions import VersionRecord, read_record
 
@@ -21,11 +23,20 @@ class Goal:
     record: VersionRecord
     plugins: tuple[str, ...]
     settings: Settings
+    join: Optional[Join] = None  # what this run joins a cluster with; nothing of it is recorded
 
     @property
     def bridged(self) -> bool:
-        """Whether the node has the bridge network."""
-        return "bridge" in self.plugins
+        """Whether the node has the bridge network: no worker has it unasked, whose cluster brings a network."""
+        wanted = self.settings.spec.network.bridge
+        if wanted is None:
+            wanted = not (is_kubernetes_node(self.record) and self.settings.spec.role == WORKER)
+        return wanted and "bridge" in self.plugins
+
+    @property
+    def serves_dns(self) -> bool:
+        """Whether the node has LocalDNS."""
+        return serves_dns(self.record, self.settings)
 
     def unit_spec(self, layout: Layout) -> UnitSpec:
         """What its units are rendered from."""

@@ -14,14 +14,16 @@ from stratum.bundle.verify import VerifiedBundle
 from stratum.errors import BundleError, StratumError
 from stratum.host import persistence, program
 from stratum.host.preflight import Need
-from stratum.node import cni, containerd
+from stratum.node import cni, containerd, proxy, registries
 from stratum.node.backend import Backend
 from stratum.node.history import note_activation, read_history
 from stratum.node.layout import Layout
 from stratum.node.stack import Stack
-from stratum.node.units import stack_units
+from stratum.node.stackspec import is_kubernetes_node
+from stratum.node.units import UNIT_LOCALDNS, UNIT_LOCALDNS_NETWORK, stack_units
 from stratum.node.versions import VersionRecord, assemble, differences, outdated, read_record, relink, usable_record
 from stratum.receipt import STATE_DIRECTORY, Entry
+from stratum.scripts import kubelet, localdns
 from stratum.scripts.context import Context
 from stratum.scripts.goal import Goal
 from stratum.staging import OWN_ROOT
@@ -136,8 +138,26 @@ def plan_version(work: Work, layout: Layout, record: VersionRecord) -> list[Acti
 
 
 def plan_configuration(work: Work, goal: Goal) -> list[Action]:
-    """The configuration of each program of the stack, in the format of its release."""
-    return plan_file(work, containerd.CONFIG_PATH, containerd.render_config(containerd_version(goal.record)))
+    """The configuration of each program of the stack, in the format of its release.
+
+    Raises :class:`StratumError` for settings that a program would not take, and a worker without a way to join.
+    """
+    version, spec = containerd_version(goal.record), goal.settings.spec
+    actions = [
+        *containerd.plan_configuration(work, version, _containerd_options(goal)),
+        *registries.plan_registries(work, spec.containerd, version),
+        *proxy.plan_proxy(work, goal.settings),
+        *kubelet.plan_files(work, goal),
+    ]
+    if goal.serves_dns:
+        actions += localdns.plan_configuration(work, goal.settings)
+    return list(dict.fromkeys(actions))
+
+
+def _containerd_options(goal: Goal) -> containerd.ContainerdOptions:
+    if not is_kubernetes_node(goal.record):
+        return containerd.ContainerdOptions()
+    return containerd.ContainerdOptions(containerd.find_sandbox_image(kubelet.image_names(goal.record)) or "")
 
 
 def containerd_version(record: VersionRecord) -> str:
@@ -181,7 +201,8 @@ def plan_units(work: Work, layout: Layout, goal: Goal) -> list[Action]:
 
 def _needs_reload(work: Work, units: Sequence[str]) -> bool:
     # A run that was cut off between a unit file and the reload leaves this behind.
-    states = systemd.read_units(work.host, (*units, persistence.UNIT))
+    known = [UNIT_LOCALDNS_NETWORK] if UNIT_LOCALDNS in units else []
+    states = systemd.read_units(work.host, (*known, *units, persistence.UNIT))
     return any(state.needs_reload or not state.installed for state in states.values())
 
 

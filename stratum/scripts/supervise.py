@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
+import functools
 from typing import NoReturn
 
 from stratum import lock
 from stratum.errors import NotInstalledError, StratumError, system_error
 from stratum.host.notify import extend_start, notify, watchdog_of
 from stratum.node.layout import Layout
-from stratum.node.settings import Settings, read_settings
+from stratum.node.settings import read_settings
 from stratum.node.stack import Stack
+from stratum.node.stackspec import is_kubernetes_node
 from stratum.node.versions import VersionRecord, read_record
 from stratum.scripts import images as image_script
+from stratum.scripts import node as node_script
 from stratum.scripts import prerequisites
 from stratum.scripts import stack as stack_script
 from stratum.scripts.context import Context
+from stratum.scripts.goal import Goal
 from stratum.scripts.recover import recover
 from stratum.scripts.run import load_work, perform
 from stratum.scripts.watch import PATIENCE, Watch
@@ -34,13 +38,18 @@ def _active(stack: Stack) -> VersionRecord:
     return record
 
 
-def _host_steps(context: Context, work: Work, stack: Stack, settings: Settings, record: VersionRecord) -> list[Step]:
+def _host_steps(context: Context, work: Work, stack: Stack, goal: Goal) -> list[Step]:
     """What the host must be, in order: the same steps at each start and when something came undone."""
-    bridged = "bridge" in stack.layout.plugins(record.version)
+    settings, record = goal.settings, goal.record
+    steps = prerequisites.prerequisite_steps(context, work, settings, record, bridged=goal.bridged)
+    if is_kubernetes_node(record):
+        # It depends on what changes under a node: resolvers, dates of certificates, a join that is complete by now.
+        configure = functools.partial(node_script.plan_configuration, work, goal)
+        steps.append(Step("configure", "write the configuration", configure))
     return [
-        *prerequisites.prerequisite_steps(context, work, settings, record, bridged=bridged),
+        *steps,
         *prerequisites.label_steps(context, work, settings),
-        *stack_script.network_steps(context, work, stack),
+        *stack_script.network_steps(context, work, stack, goal),
     ]
 
 
@@ -55,7 +64,7 @@ def bring_up(context: Context, stack: Stack) -> None:
         context.out.warn(f"{finding.message}; {finding.hint}")
     steps: list[Step] = [
         prerequisites.settings_step(work, settings),
-        *_host_steps(context, work, stack, settings, record),
+        *_host_steps(context, work, stack, Goal(record, stack.layout.plugins(record.version), settings)),
         *stack_script.start_steps(context, work, stack),
         *image_script.import_steps(context, stack, record),
     ]
@@ -70,7 +79,9 @@ def put_right(context: Context, stack: Stack) -> list[StratumError]:
     work = load_work(context)
     recover(context, work, stack, command="supervise")
     errors: list[StratumError] = []
-    for step in _host_steps(context, work, stack, read_settings(context.host), _active(stack)):
+    record = _active(stack)
+    goal = Goal(record, stack.layout.plugins(record.version), read_settings(context.host))
+    for step in _host_steps(context, work, stack, goal):
         try:
             perform(context, work, "supervise", [step], dry_run=False)
         except StratumError as error:
