@@ -117,7 +117,7 @@ def address_node(
 ) -> Settings:
     """``settings`` with the node's address; none for a container host, and in a tree, whose machine will find its own.
 
-    ``flag`` is the option's value, empty when it was not given; None at a start that takes no options and reads no file.
+    ``flag`` is the option's value, empty when it was not given; None at a start without options and file.
     Raises :class:`UsageError` for one that is no use, :class:`HostRefusedError` where none can be found, or where
     the recorded one is gone.
     """
