@@ -135,7 +135,19 @@ def test_node_units_depend_on_dns_where_there_is_one() -> None:
         assert found == {"[Unit]After": [UNIT_LOCALDNS], "[Unit]Requires": [UNIT_LOCALDNS]}
     found = settings(files(FULL)[UNIT_LOCALDNS])
     assert found["[Unit]Requires"] == [UNIT_LOCALDNS_NETWORK]
+    assert UNIT_LOCALDNS_NETWORK in found["[Unit]After"][0].split()
     assert found["[Service]DynamicUser"] == ["yes"]
+
+
+def test_dns_runs_as_a_user_that_can_bind_to_its_port_and_change_nothing() -> None:
+    found = settings(files(FULL)[UNIT_LOCALDNS])
+    for key in ("AmbientCapabilities", "CapabilityBoundingSet"):
+        assert found[f"[Service]{key}"] == ["CAP_NET_BIND_SERVICE"]
+    assert found["[Service]ProtectSystem"] == ["strict"]
+    assert found["[Service]NoNewPrivileges"] == ["yes"]
+    # CoreDNS lists the interfaces when it binds, which takes netlink.
+    families = found["[Service]RestrictAddressFamilies"][0].split()
+    assert {"AF_INET", "AF_INET6", "AF_NETLINK"} <= set(families)
 
 
 def test_gpu_set_up_runs_before_each_start_and_its_failure_fails_it() -> None:
