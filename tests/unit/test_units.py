@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from stratum.host import persistence
+from stratum.host import localdnsnet, persistence
 from stratum.node.units import (
     REFUSED,
     SYSTEMD_DIR,
@@ -265,9 +265,9 @@ def test_systemd_understands_the_units_of_a_full_node(tmp_path: Path) -> None:
         gpu_setup=((str(programs / "setup"), "a b", "%", "$x", 'quo"te'),),
         launch_check=str(programs / "check"),
     )
-    network = "[Service]\nType=oneshot\nExecStart=/bin/true\n"
-    (tmp_path / UNIT_LOCALDNS_NETWORK).write_text(network)
-    names = (UNIT_CONTAINERD, UNIT_KUBELET, UNIT_LOCALDNS, UNIT_KUBELET_LAUNCH_CHECK)
+    network = localdnsnet.render_network_unit([str(programs / "python3"), "-IS", "/x"], "169.254.20.10")
+    (tmp_path / UNIT_LOCALDNS_NETWORK).write_bytes(network)
+    names = (UNIT_CONTAINERD, UNIT_KUBELET, UNIT_LOCALDNS, UNIT_LOCALDNS_NETWORK, UNIT_KUBELET_LAUNCH_CHECK)
     assert verify(tmp_path, *names) == ""
 
 
