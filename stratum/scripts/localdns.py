@@ -63,6 +63,8 @@ def plan_teardown(work: Work) -> list[Action]:
     """
     host = work.host
     actions: list[Action] = []
+    if not host.live:
+        return actions
     if host.lexists(localdnsnet.UNIT_PATH):
         state = systemd.read_units(host, [localdnsnet.UNIT])[localdnsnet.UNIT]
         if state.active not in ("inactive", "failed"):
