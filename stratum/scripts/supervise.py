@@ -69,7 +69,11 @@ def put_right(context: Context, stack: Stack) -> list[StratumError]:
     work = load_work(context)
     recover(context, work, stack, command="supervise")
     errors: list[StratumError] = []
-    for step in _host_steps(context, work, stack, read_settings(context.host), _active(stack)):
+    record = _active(stack)
+    steps = _host_steps(context, work, stack, read_settings(context.host), record)
+    if stack.ctr.answers():
+        steps += image_script.import_steps(context, stack, record)
+    for step in steps:
         try:
             perform(context, work, "supervise", [step], dry_run=False)
         except StratumError as error:
