@@ -34,6 +34,7 @@ COMMANDS = {
     "prune": ("prune", "remove old versions"),
     "logs": ("logs", "show the journal of the node's units"),
     "exec": ("exec", "run a command in the node's environment"),
+    "localdns": ("localdns", "make or remove the interface and rules of LocalDNS, as its unit does"),
     "uninstall": ("uninstall", "remove what Stratum made, and nothing else"),
     "bundle": ("bundle", "make, sign, verify and read bundles"),
 }

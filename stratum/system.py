@@ -41,6 +41,7 @@ _TEMPORARY = re.compile(r"\.(?P<name>.+)\.[0-9a-f]{16}\.tmp\Z", re.DOTALL)
 _PATH_LONG = 3000  # bytes
 _STDERR_SHOWN = 600
 _CONNECT_TIMEOUT = 5.0  # seconds
+_ANSWER_MAX = 1 << 16
 _DATAGRAM_MAX = 1 << 17  # the kernel puts at most 32 KiB into one
 
 
@@ -453,6 +454,26 @@ class Host:
                 if is_last(answer[-1]):
                     return answer
 
+    def ask_dns(self, address: str, port: int, query: bytes, *, tcp: bool, timeout: float) -> bytes:
+        """Send one DNS message to a server and return what it answers; ``timeout`` is in seconds.
+
+        Over TCP a message has its length before it (RFC 1035, section 4.2.2). Raises OSError, TimeoutError among them.
+        """
+        family = socket.AF_INET6 if ":" in address else socket.AF_INET
+        kind = socket.SOCK_STREAM if tcp else socket.SOCK_DGRAM
+        with socket.socket(family, kind | socket.SOCK_CLOEXEC) as channel:
+            channel.settimeout(timeout)
+            channel.connect((address, port))
+            if not tcp:
+                channel.send(query)
+                return channel.recv(_DATAGRAM_MAX)
+            channel.sendall(len(query).to_bytes(2, "big") + query)
+            with channel.makefile("rb") as stream:
+                answer = stream.read(int.from_bytes(stream.read(2), "big"))
+        if not answer:
+            raise ConnectionResetError(errno.ECONNRESET, "closed without an answer", f"{address}:{port}")
+        return answer
+
     # -- commands -----------------------------------------------------------------------------------
 
     def search_path(self) -> list[str]:
@@ -480,6 +501,23 @@ class Host:
             except OSError:
                 return False
             return True
+
+    def get_local(self, port: int, path: str, timeout: float) -> tuple[int, bytes]:
+        """GET ``path`` from the HTTP server at 127.0.0.1:``port``: the status and at most 64 KiB of the answer.
+
+        Never through a proxy, whatever the environment says. Raises OSError.
+        """
+        import http.client
+
+        channel = http.client.HTTPConnection("127.0.0.1", port, timeout=timeout)
+        try:
+            channel.request("GET", path)
+            answer = channel.getresponse()
+            return answer.status, answer.read(_ANSWER_MAX)
+        except http.client.HTTPException as error:
+            raise ConnectionError(f"127.0.0.1:{port}: {error!r}") from None
+        finally:
+            channel.close()
 
     def _command_environment(self, extra: Optional[Mapping[str, str]]) -> dict[str, str]:
         # A proxy, a locale or a loader variable of the caller must not reach what we start.

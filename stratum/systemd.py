@@ -15,6 +15,7 @@ __all__ = [
     "is_enabled",
     "journal_tail",
     "quote_argument",
+    "quote_setting",
     "read_units",
     "render_command",
     "restart_unit",
@@ -69,6 +70,11 @@ def quote_argument(word: str) -> str:
     """One argument of an ``ExecStart=`` line: systemd.service(5), "Command lines"."""
     quoted = _quoted(word.replace("$", "$$"))
     return f'"{quoted}"' if "$" in word and not quoted.startswith('"') else quoted
+
+
+def quote_setting(word: str) -> str:
+    """One word of a setting that is split as words and takes specifiers, as ``Environment=``; dollars are its own."""
+    return _quoted(word)
 
 
 def render_command(argv: Sequence[str]) -> str:

@@ -130,6 +130,12 @@ def lab_disk() -> roots.Disk:
 
 
 @pytest.fixture(scope="session")
+def kubernetes_disk() -> roots.Disk:
+    """A disk with what the stand-ins of a Kubernetes node need, only to be read."""
+    return roots.root_disk(roots.KUBERNETES)
+
+
+@pytest.fixture(scope="session")
 def debian_packages() -> dict[str, packages.Package]:
     """Debian 12's containerd, runc, CNI plugins and static busybox, unpacked."""
     return packages.fetch("bookworm")

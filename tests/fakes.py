@@ -402,9 +402,10 @@ def make_tree(root: Path, *, live: bool = False) -> Path:
         (root / "usr/bin" / name).write_text("#!/bin/sh\n")
         (root / "usr/bin" / name).chmod(0o755)
     if live:
-        for name in ("run/systemd/system", "proc/self", "sys/fs/cgroup", "sys/class/net"):
+        for name in ("run/systemd/system", "proc/self", "proc/sys/kernel", "sys/fs/cgroup", "sys/class/net"):
             (root / name).mkdir(parents=True)
         (root / "proc/self/mountinfo").write_text(MOUNTINFO)
+        (root / "proc/sys/kernel/hostname").write_text("node\n")
         (root / "proc/filesystems").write_text("nodev\tproc\nnodev\toverlay\n\text4\n")
     return root
 

@@ -143,6 +143,8 @@ class _Tree:
         if not path:
             return
         entry = self._check_entry(path, member)
+        if path in self._directories and member.kind != "directory":
+            raise self.error(f"{shown(path)} is a {member.kind}, and others lie below it")
         self._make_parents(path)
         if member.kind == "directory":
             self._make_directory(path, entry.mode, member.mtime)

@@ -9,23 +9,25 @@ from typing import Optional
 from stratum.errors import StratumError, UsageError
 from stratum.host import persistence
 from stratum.node.layout import Layout
-from stratum.node.stack import UNITS
+from stratum.node.stack import Stack
+from stratum.node.units import EVERY_UNIT
 from stratum.scripts.context import Context
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The options of the command."""
-    parser.add_argument("unit", nargs="?", help="containerd, stratum, or a unit's full name (default: all of them)")
+    names = "containerd, kubelet, localdns, stratum"
+    parser.add_argument("unit", nargs="?", help=f"{names}, or a unit's full name (default: all that the node has)")
     parser.add_argument("-f", "--follow", action="store_true", help="go on with what comes")
     parser.add_argument("-n", "--lines", type=int, metavar="N", help="only the last N lines")
     parser.add_argument("--all-boots", action="store_true", help="earlier boots too (default: this one)")
 
 
-def unit_names(unit: Optional[str]) -> list[str]:
-    """The units that ``unit`` names; raises :class:`UsageError`."""
-    known = [*UNITS, persistence.UNIT]
+def unit_names(layout: Layout, unit: Optional[str]) -> list[str]:
+    """The units that ``unit`` names, those of the node without it; raises :class:`UsageError`."""
     if unit is None:
-        return known
+        return [*Stack(layout).units, persistence.UNIT]
+    known = [*EVERY_UNIT, persistence.UNIT]
     for name in known:
         if unit in (name, name.removesuffix(".service"), name.removesuffix(".service").removeprefix("stratum-")):
             return [name]
@@ -34,11 +36,12 @@ def unit_names(unit: Optional[str]) -> list[str]:
 
 def run(context: Context, arguments: argparse.Namespace) -> int:
     """Become journalctl."""
-    context.require_installed(Layout(context.host).base)
+    layout = Layout(context.host)
+    context.require_installed(layout.base)
     program = context.host.which("journalctl")
     if program is None:
         raise StratumError("command-missing", "journalctl: no such program", hint="install systemd's journal tools")
-    argv = [program, *(f"--unit={name}" for name in unit_names(arguments.unit))]
+    argv = [program, *(f"--unit={name}" for name in unit_names(layout, arguments.unit))]
     argv += [] if arguments.all_boots else ["--boot"]
     argv += ["--follow"] if arguments.follow else []
     argv += [f"--lines={arguments.lines}"] if arguments.lines is not None else []

@@ -19,12 +19,13 @@ from stratum.errors import (
 )
 from stratum.host import persistence, preflight
 from stratum.host.preflight import REJECT, Finding, Need
-from stratum.node.stack import UNITS
+from stratum.node.units import EVERY_UNIT
 from stratum.scripts import node as node_script
 from stratum.scripts.choice import add_bundle_arguments, open_trusted
 from stratum.scripts.context import Context, add_output, add_root
-from stratum.scripts.prerequisites import add_settings_arguments, check_prerequisites
+from stratum.scripts.prerequisites import check_prerequisites
 from stratum.scripts.run import load_work
+from stratum.scripts.settings import add_settings_arguments, read_merged
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -77,6 +78,8 @@ def check_bundle(context: Context, arguments: argparse.Namespace) -> Checked:
     except BundleNotFoundError as error:
         if arguments.bundle is not None:
             raise
+        # Without a bundle it is not known what of a configuration has an effect; whether it is one is.
+        read_merged(context, arguments).check(kubelet=False)
         context.out.note(f"only the host is checked: {error.message}")
     except (BundleError, NotTrustedError, HostRefusedError) as error:
         if isinstance(error, HostRefusedError) and error.reference not in _CHECKS:
@@ -92,7 +95,7 @@ def run(context: Context, arguments: argparse.Namespace) -> int:
     findings = preflight.check_host(
         context.host,
         needs=checked.needs,
-        units=(*UNITS, persistence.UNIT),
+        units=(*EVERY_UNIT, persistence.UNIT),
         skip=arguments.skip_check,
         kubelet=checked.kubelet,
     )

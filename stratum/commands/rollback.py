@@ -10,10 +10,12 @@ from stratum import lock
 from stratum.errors import BundleNotFoundError, ExitCode, NotInstalledError
 from stratum.node.history import previous_version, read_history
 from stratum.node.layout import Layout
+from stratum.node.settings import read_settings
 from stratum.node.stack import Stack
 from stratum.scripts import node as node_script
 from stratum.scripts import switch
 from stratum.scripts.context import Context, add_dry_run, add_output
+from stratum.scripts.goal import Goal
 from stratum.scripts.recover import recover
 from stratum.scripts.run import announce, load_work, perform, report
 from stratum.scripts.target import check_units, target_of_version
@@ -57,6 +59,7 @@ def run(context: Context, arguments: argparse.Namespace) -> int:
             raise NotInstalledError("not-installed", f"{layout.current_link}: no version is active")
         target = target_of_version(layout, choose_version(layout, arguments.version))
         record = target.record
+        goal = Goal(record, target.plugins, read_settings(context.host))
         outcome = Outcome()
         if record.version != current:
             check_units(context)
@@ -64,10 +67,10 @@ def run(context: Context, arguments: argparse.Namespace) -> int:
             repair = Step("version", "link the version's files", lambda: node_script.plan_version(work, layout, record))
             outcome = perform(context, work, "prepare", [repair, check], dry_run=dry_run, target=record.version)
             if dry_run:
-                steps = switch.switch_plan(context, work, stack, record, target.plugins)
+                steps = switch.switch_plan(context, work, stack, goal)
                 outcome.performed += run_steps(work, steps, dry_run=True, on_step=announce(context, True)).performed
             else:
-                outcome.performed += switch.switch_version(context, work, stack, record, name="rollback")
+                outcome.performed += switch.switch_version(context, work, stack, goal, name="rollback")
     report(context, "rollback", outcome, dry_run=dry_run, more={"from": current, "to": record.version})
     if not dry_run:
         node_script.print_running(context, stack)

@@ -26,7 +26,7 @@ def run(context: Context, arguments: argparse.Namespace) -> int:
     return run_script(
         context,
         "start",
-        lambda work: stack_script.start_steps(work, stack),
+        lambda work: stack_script.start_steps(context, work, stack),
         after_lock=stack_script.supervisor_steps(context),
         dry_run=arguments.dry_run,
     )

@@ -14,7 +14,7 @@ from stratum.host.finding import Finding
 from stratum.journal import Operation
 from stratum.node.layout import Layout
 from stratum.node.settings import Settings, read_settings
-from stratum.node.stack import UNITS, Stack
+from stratum.node.stack import Stack
 from stratum.node.versions import VersionRecord, read_record
 from stratum.receipt import Condition, Entry
 from stratum.scripts.context import Context, add_output
@@ -51,7 +51,7 @@ class Status:
     @property
     def ready(self) -> bool:
         """Whether the node does its work: the stack is active and answers, and no change of it is unfinished."""
-        active = all(self.units[unit].active == "active" for unit in UNITS)
+        active = all(state.active == "active" for unit, state in self.units.items() if unit != persistence.UNIT)
         settled = self.unfinished is None or self.unfinished.name in BESIDE
         return self.version is not None and active and self.answers and settled
 
@@ -77,12 +77,13 @@ def read_status(context: Context, *, drift: bool = True) -> Status:
     version = layout.current()
     record = read_record(layout, version) if version else None
     settings = read_settings(context.host)
-    units = systemd.read_units(context.host, (*UNITS, persistence.UNIT))
+    stack = Stack(layout)
+    units = systemd.read_units(context.host, (*stack.units, persistence.UNIT))
     return Status(
         version,
         record,
         units,
-        version is not None and Stack(layout).ctr.answers(),
+        version is not None and stack.ctr.answers(),
         systemd.is_enabled(context.host, persistence.UNIT),
         find_drift(work) if drift else [],
         work.journal.unfinished(),

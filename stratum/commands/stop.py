@@ -6,7 +6,8 @@ import argparse
 
 from stratum.host import persistence
 from stratum.node.layout import Layout
-from stratum.node.stack import UNITS, Stack
+from stratum.node.stack import Stack
+from stratum.node.units import EVERY_UNIT
 from stratum.scripts import stack as stack_script
 from stratum.scripts.context import Context, add_dry_run, add_output
 from stratum.scripts.run import run_script
@@ -25,6 +26,6 @@ def run(context: Context, arguments: argparse.Namespace) -> int:
     context.require_root("stop")
     context.require_installed(layout.current_link)
     # The supervisor first: it would start again what it finds stopped.
-    units = (persistence.UNIT, *reversed(UNITS))
+    units = (persistence.UNIT, *reversed(EVERY_UNIT))
     steps = stack_script.stop_steps(Stack(layout), units, containers=arguments.containers)
     return run_script(context, "stop", lambda _: steps, dry_run=arguments.dry_run)

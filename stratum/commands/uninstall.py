@@ -14,13 +14,23 @@ from typing import Callable
 from stratum import lock, systemd
 from stratum.compiled import ROOT_PLACES
 from stratum.errors import ExitCode, StratumError
-from stratum.host import firewalld, forwarding, masquerade, mounts, netmanagers, network, persistence, portchains
+from stratum.host import (
+    firewalld,
+    forwarding,
+    kubechains,
+    masquerade,
+    mounts,
+    netmanagers,
+    network,
+    persistence,
+    portchains,
+)
 from stratum.journal import JOURNAL_PATH
 from stratum.node import cni, containerd
 from stratum.node.layout import Layout
-from stratum.node.stack import UNITS, Stack
+from stratum.node.stack import Stack
 from stratum.node.traces import plan_traces
-from stratum.node.units import drop_in_dir
+from stratum.node.units import EVERY_UNIT, SYSTEMD_DIR, UNIT_KUBELET, drop_in_dir
 from stratum.receipt import STATE_DIRECTORY
 from stratum.removal import Left, Removal, plan_removal
 from stratum.scripts import prerequisites
@@ -31,6 +41,7 @@ from stratum.scripts.run import ignore_signals, load_work, perform, report
 from stratum.steps import Action, Call, Outcome, RemoveDirectory, RemoveFile, RemoveTree, Step, Work
 from stratum.system import HostPath
 
+PODS_SLICE = "kubepods.slice"  # kubelet's cgroup root with the systemd driver
 PORT_CHAINS = f"{portchains.PREFIX}*"
 ROOTS = (HostPath("/opt/stratum"), STATE_DIRECTORY, HostPath("/run/stratum"))
 
@@ -54,11 +65,11 @@ class Found:
 
 def find(context: Context) -> Found:
     """Remember what is enabled and running."""
-    states = systemd.read_units(context.host, (persistence.UNIT, *UNITS))
+    states = systemd.read_units(context.host, (persistence.UNIT, *EVERY_UNIT))
     return Found(
         persistence.unit_enabled(context.host),
         states[persistence.UNIT].active in ("active", "activating"),
-        any(states[unit].active == "active" for unit in UNITS),
+        any(states[unit].active == "active" for unit in EVERY_UNIT),
     )
 
 
@@ -71,7 +82,8 @@ def put_back(context: Context, stack: Stack, found: Found) -> list[str]:
         (
             found.running,
             lambda: [
-                action.perform(load_work(context)) for action in stack_script.plan_start(load_work(context), stack)
+                action.perform(load_work(context))
+                for action in stack_script.plan_start(context, load_work(context), stack)
             ],
         ),
         (found.supervised, lambda: persistence.start_later(context.host)),
@@ -103,11 +115,26 @@ def plan_port_chains(work: Work) -> tuple[list[Action], list[Left]]:
     return actions, [Left(HostPath(PORT_CHAINS), why) for why in left]
 
 
+def had_kubelet(work: Work) -> bool:
+    """Whether this node has, or had, a kubelet of ours."""
+    return work.receipt.get(SYSTEMD_DIR / UNIT_KUBELET) is not None
+
+
+def plan_slice(context: Context) -> list[Action]:
+    """Take away the slice that a kubelet makes for its pods; systemd keeps it for as long as nobody says so."""
+    (state,) = systemd.read_units(context.host, [PODS_SLICE]).values()
+    if state.active not in ("active", "activating"):
+        return []
+    return [Call("stop", PODS_SLICE, lambda: systemd.stop_unit(context.host, PODS_SLICE))]
+
+
 def plan_network(context: Context, work: Work) -> list[Action]:
     """Remove our bridge and our part of the firewall; the containers' own interfaces and rules went with them."""
     actions = firewalld.plan_untrust(work)
     actions += forwarding.plan_restore(context.host) + masquerade.plan_removal(context.host)
     actions += plan_port_chains(work)[0]
+    if had_kubelet(work):
+        actions += kubechains.plan_removal(context.host)
     if not network.interface_exists(context.host, cni.BRIDGE):
         return actions
     return [*actions, Call("remove bridge", cni.BRIDGE, lambda: network.remove_bridge(context.host, cni.BRIDGE))]
@@ -122,14 +149,15 @@ def plan_stop_supervisor(context: Context) -> list[Action]:
 
 def plan_reload(context: Context) -> list[Action]:
     """systemd forgets the units that are gone."""
-    return [Call("make systemd forget", persistence.UNIT, lambda: persistence.forget(context.host, UNITS))]
+    return [Call("make systemd forget", persistence.UNIT, lambda: persistence.forget(context.host, EVERY_UNIT))]
 
 
 def teardown_steps(context: Context, work: Work, stack: Stack) -> list[Step]:
     """Everything before the deletion; a failure in here puts the node back."""
     return [
         Step("disarm", "keep the supervisor from coming back", lambda: plan_disarm(context)),
-        *stack_script.stop_steps(stack, tuple(reversed(UNITS)), containers=True, warn=context.out.warn),
+        *stack_script.stop_steps(stack, tuple(reversed(EVERY_UNIT)), containers=True, warn=context.out.warn),
+        *([Step("slice", "remove the pods' slice", lambda: plan_slice(context))] if had_kubelet(work) else []),
         Step("traces", "remove what dead containers left in /run", lambda: plan_traces(context.host)),
         Step("unmount", "take away mounts below Stratum's directories", lambda: mounts.plan_unmount(work, ROOTS)),
         Step("network", "remove the container bridge", lambda: plan_network(context, work)),
@@ -187,7 +215,7 @@ def uninstall(context: Context, work: Work, *, keep_data: bool, dry_run: bool) -
             raise
     if dry_run and context.host.live:
         released += [persistence.ENABLEMENT, *(item.path for item in cni.read_attachments(context.host))]
-    drop_ins = [drop_in_dir(unit) for unit in (persistence.UNIT, *UNITS)]
+    drop_ins = [drop_in_dir(unit) for unit in (persistence.UNIT, *EVERY_UNIT)]
     keep = (containerd.DATA_ROOT,) if keep_data else ()
     removal = plan_removal(work, keep=keep, released=released, attached=drop_ins)
     if context.host.live:
@@ -195,6 +223,9 @@ def uninstall(context: Context, work: Work, *, keep_data: bool, dry_run: bool) -
         # After the teardown none is left to do, unless somebody began to use them in that moment.
         if not dry_run:
             staying += [Left(HostPath(PORT_CHAINS), f"{item.subject}: in use by now") for item in undone]
+        if had_kubelet(work):
+            made = "made by pods of the cluster, and gone with the next boot"
+            staying += [Left(HostPath(name), made) for name in kubechains.find_others(context.host)]
         removal.left += staying
     steps = delete_steps(context, work, removal, dry_run=dry_run)
     try:

@@ -16,8 +16,8 @@ from stratum.bundle.verify import VerifiedBundle
 from stratum.errors import ExitCode, StratumError, system_error
 from stratum.host import netmanagers, persistence
 from stratum.node.layout import Layout
-from stratum.node.settings import Settings
-from stratum.node.stack import UNITS, Stack
+from stratum.node.stack import Stack
+from stratum.node.units import EVERY_UNIT
 from stratum.node.versions import usable_record
 from stratum.removal import plan_removal
 from stratum.scripts import images as image_script
@@ -26,9 +26,11 @@ from stratum.scripts import prerequisites, supervise, switch
 from stratum.scripts import stack as stack_script
 from stratum.scripts.choice import add_bundle_arguments, open_trusted
 from stratum.scripts.context import Context, add_dry_run, add_output, add_root
+from stratum.scripts.goal import Goal
 from stratum.scripts.overwrites import warn_overwrites
 from stratum.scripts.recover import recover
 from stratum.scripts.run import announce, ignore_signals, load_work, perform, report
+from stratum.scripts.settings import add_settings_arguments
 from stratum.scripts.target import Target, check_init, check_preflight, target_of_bundle, target_of_version
 from stratum.staging import reap_staging
 from stratum.steps import Outcome, Step, Work, run_steps
@@ -40,7 +42,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_dry_run(parser)
     add_root(parser)
     add_bundle_arguments(parser)
-    prerequisites.add_settings_arguments(parser)
+    add_settings_arguments(parser)
     parser.add_argument(
         "--supervise", action="store_true", help="bring the node up, then watch it (what the unit runs)"
     )
@@ -73,42 +75,42 @@ def check_version(layout: Layout, target: Target) -> None:
         )
 
 
-def check_places(context: Context, work: Work, layout: Layout, target: Target) -> None:
+def check_places(context: Context, work: Work, layout: Layout, goal: Goal) -> None:
     """Somebody else's file at a place of ours is met here, before the first change; raises :class:`StratumError`.
 
     What somebody changed in a file of ours will be gone, so each such file is named.
     """
     actions = [
         *node_script.plan_modes(work),
-        *node_script.plan_configuration(work, target.record),
-        *node_script.plan_network(work, layout, target.plugins),
-        *node_script.plan_units(work, layout),
+        *node_script.plan_configuration(work, goal),
+        *node_script.plan_network(work, layout, goal),
+        *node_script.plan_units(work, layout, goal),
         *node_script.plan_program(context, work),
         *persistence.plan_enablement(work),
     ]
-    warn_overwrites(context, work, actions, versions=[layout.version_dir(target.record.version)])
+    warn_overwrites(context, work, actions, versions=[layout.version_dir(goal.record.version)])
 
 
-def build_steps(context: Context, work: Work, stack: Stack, target: Target, settings: Settings) -> list[Step]:
+def build_steps(context: Context, work: Work, stack: Stack, target: Target, goal: Goal) -> list[Step]:
     """The script."""
-    layout, record, live = stack.layout, target.record, context.host.live
-    bridged = "bridge" in target.plugins
+    layout, record, settings, live = stack.layout, goal.record, goal.settings, context.host.live
     steps = [
         Step("state", "record the data directories", lambda: node_script.plan_state(work)),
         Step("modes", "put back modes that were changed", lambda: node_script.plan_modes(work)),
         Step("unpack", "verify and unpack the bundle", lambda: node_script.plan_unpack(context, target.placement)),
         Step("version", "link the version's files", lambda: node_script.plan_version(work, layout, record)),
-        *prerequisites.prerequisite_steps(context, work, settings, record, bridged=bridged),
-        Step("configure", "write containerd's configuration", lambda: node_script.plan_configuration(work, record)),
-        Step("network", "write the container network", lambda: node_script.plan_network(work, layout, target.plugins)),
-        Step("units", "write the units", lambda: node_script.plan_units(work, layout)),
+        prerequisites.settings_step(work, settings),
+        *prerequisites.prerequisite_steps(context, work, settings, record, bridged=goal.bridged),
+        Step("configure", "write the configuration", lambda: node_script.plan_configuration(work, goal)),
+        Step("network", "write the container network", lambda: node_script.plan_network(work, layout, goal)),
+        Step("units", "write the units", lambda: node_script.plan_units(work, layout, goal)),
         Step("program", "put stratum in its place", lambda: switch.plan_program(context, work)),
         Step("activate", "make the version current", lambda: node_script.plan_activate(work, layout, record)),
     ]
     steps += prerequisites.label_steps(context, work, settings)
     if live:
-        steps += stack_script.network_steps(context, work, stack, bridged=bridged)
-        steps += stack_script.start_steps(work, stack)
+        steps += stack_script.network_steps(context, work, stack, bridged=goal.bridged)
+        steps += stack_script.start_steps(context, work, stack)
         # containerd makes its directories at its first start; what is imported takes its label from them.
         steps += prerequisites.label_steps(context, work, settings, "data-labels")
         steps += image_script.import_steps(context, stack, record)
@@ -125,9 +127,10 @@ def _bring_up(context: Context, arguments: argparse.Namespace, work: Work, stack
     with open_trusted(context, arguments) as bundle:
         target = read_target(work, layout, bundle)
         check_version(layout, target)
-        settings = check_preflight(context, arguments, target)
-        check_places(context, work, layout, target)
-        steps = build_steps(context, work, stack, target, settings)
+        chosen = check_preflight(context, arguments, target)
+        goal = Goal(target.record, target.plugins, chosen.settings)
+        check_places(context, work, layout, goal)
+        steps = build_steps(context, work, stack, target, goal)
         return perform(
             context, work, "up", steps, dry_run=dry_run, source=layout.current(), target=target.record.version
         )
@@ -151,7 +154,7 @@ def _undo(context: Context, work: Work, stack: Stack) -> str:
     for action in netmanagers.plan_forget(work, context.out.warn):
         action.perform(work)
     if loaded:
-        persistence.forget(context.host, UNITS)
+        persistence.forget(context.host, EVERY_UNIT)
     boot.undo_created()
     lock.remove_lock(context.host)
     left = ", ".join(str(item.path) for item in removal.left)

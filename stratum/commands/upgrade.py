@@ -12,15 +12,16 @@ import contextlib
 from stratum import boot, lock
 from stratum.errors import ExitCode, NotInstalledError, StratumError, UsageError
 from stratum.node.layout import Layout
-from stratum.node.settings import Settings
 from stratum.node.stack import Stack
 from stratum.node.versions import read_record
 from stratum.scripts import node as node_script
 from stratum.scripts import prerequisites, switch
 from stratum.scripts.choice import add_bundle_arguments, open_trusted
 from stratum.scripts.context import Context, add_dry_run, add_output
+from stratum.scripts.goal import Goal
 from stratum.scripts.recover import recover
 from stratum.scripts.run import announce, load_work, perform, report
+from stratum.scripts.settings import add_settings_arguments
 from stratum.scripts.target import Target, check_preflight, target_of_bundle, target_of_version
 from stratum.steps import Outcome, Step, Work, run_steps
 
@@ -30,7 +31,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_output(parser)
     add_dry_run(parser)
     add_bundle_arguments(parser)
-    prerequisites.add_settings_arguments(parser)
+    add_settings_arguments(parser)
     parser.add_argument("--to", metavar="VERSION", help="switch to a version that is installed (no bundle is read)")
     parser.add_argument("--prepare-only", action="store_true", help="unpack and check; leave the running version alone")
     parser.add_argument("--allow-downgrade", action="store_true", help="accept a bundle with a lower serial")
@@ -55,35 +56,34 @@ def check_direction(layout: Layout, current: str, target: Target, *, allow_downg
         )
 
 
-def prepare_steps(context: Context, work: Work, layout: Layout, target: Target, settings: Settings) -> list[Step]:
-    """Everything that leaves the running version alone."""
-    record = target.record
-    bridged = "bridge" in target.plugins
+def prepare_steps(context: Context, work: Work, layout: Layout, target: Target, goal: Goal) -> list[Step]:
+    """Everything that leaves the running version alone. Its settings are in force until the switch."""
+    record, settings = goal.record, goal.settings
     return [
         Step("state", "record the data directories", lambda: node_script.plan_state(work)),
         Step("modes", "put back modes that were changed", lambda: node_script.plan_modes(work)),
         Step("unpack", "verify and unpack the bundle", lambda: node_script.plan_unpack(context, target.placement)),
         Step("version", "link the version's files", lambda: node_script.plan_version(work, layout, record)),
-        *prerequisites.prerequisite_steps(context, work, settings, record, bridged=bridged),
+        *prerequisites.prerequisite_steps(context, work, settings, record, bridged=goal.bridged),
         *prerequisites.label_steps(context, work, settings),
         Step("check", "see that the new programs run", lambda: switch.plan_check(work, layout, record.version)),
     ]
 
 
 def upgrade(
-    context: Context, arguments: argparse.Namespace, work: Work, stack: Stack, target: Target, settings: Settings
+    context: Context, arguments: argparse.Namespace, work: Work, stack: Stack, target: Target, goal: Goal
 ) -> Outcome:
     """Prepare, then switch. Raises StratumError; UpgradeError when the switch failed."""
-    layout, record, dry_run = stack.layout, target.record, arguments.dry_run
-    steps = prepare_steps(context, work, layout, target, settings)
-    outcome = perform(context, work, "prepare", steps, dry_run=dry_run, target=record.version)
+    dry_run = arguments.dry_run
+    steps = prepare_steps(context, work, stack.layout, target, goal)
+    outcome = perform(context, work, "prepare", steps, dry_run=dry_run, target=goal.record.version)
     if arguments.prepare_only:
         return outcome
     if dry_run:
-        switching = switch.switch_plan(context, work, stack, record, target.plugins)
+        switching = switch.switch_plan(context, work, stack, goal)
         outcome.performed += run_steps(work, switching, dry_run=True, on_step=announce(context, True)).performed
     else:
-        outcome.performed += switch.switch_version(context, work, stack, record, name="upgrade")
+        outcome.performed += switch.switch_version(context, work, stack, goal, name="upgrade")
     program = [
         Step("program", "put stratum in its place", lambda: switch.plan_program(context, work)),
         Step("tidy", "remove old copies of stratum", lambda: node_script.plan_old_programs(context, work)),
@@ -117,8 +117,9 @@ def run(context: Context, arguments: argparse.Namespace) -> int:
                 context.out.result(f"version {current} is active already; to repair it run: stratum up")
                 outcome = Outcome()
             else:
-                settings = check_preflight(context, arguments, target)
-                outcome = upgrade(context, arguments, work, stack, target, settings)
+                chosen = check_preflight(context, arguments, target)
+                goal = Goal(target.record, target.plugins, chosen.settings)
+                outcome = upgrade(context, arguments, work, stack, target, goal)
     report(context, "upgrade", outcome, dry_run=dry_run, more={"from": current, "to": target.record.version})
     if not dry_run and not arguments.prepare_only:
         node_script.print_running(context, stack)

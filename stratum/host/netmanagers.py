@@ -1,6 +1,6 @@
-"""NetworkManager and systemd-networkd leave the interfaces of the container network alone.
+"""NetworkManager and systemd-networkd leave the interfaces of the container network and of LocalDNS alone.
 
-Either may take a new bridge or veth for a network card: it asks for DHCP there and puts routes and addresses on
+Either may take a new bridge, veth or dummy for a network card: it asks for DHCP there and puts routes and addresses on
 it, or takes those away that the CNI plugin gave. A file of ours says hands off; it must be there before the first
 interface appears. nm-cloud-setup is another matter: its rule tables break the traffic of containers, and only the
 admin knows whether the host needs it.
@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import Callable
 
 from stratum.errors import StratumError
+from stratum.host import localdnsnet
 from stratum.host.finding import WARN, Finding
 from stratum.steps import Action, Call, Work, plan_file
 from stratum.system import Host, HostPath
@@ -21,6 +22,7 @@ __all__ = ["Manager", "check_cloud_setup", "managers_in_use", "plan_forget", "pl
 # The bridge plugin names a container's end on the host "veth" and eight hexadecimal digits; `veth*` would take
 # in what people name themselves.
 VETH = "veth????????"
+LOCALDNS = localdnsnet.INTERFACE
 
 _TIMEOUT = 60.0
 _UNIT_DIRECTORIES = ("/etc/systemd/system", "/run/systemd/system", "/usr/lib/systemd/system", "/lib/systemd/system")
@@ -41,7 +43,7 @@ def render_network_manager(bridge: str) -> bytes:
     """NetworkManager.conf(5): a device section of our own, so that lists in other files stay as they are."""
     return f"""# Written by Stratum: the container network is not NetworkManager's.
 [device-stratum]
-match-device=interface-name:{bridge},interface-name:{VETH}
+match-device=interface-name:{bridge},interface-name:{VETH},interface-name:{LOCALDNS}
 managed=0
 """.encode()
 
@@ -50,7 +52,7 @@ def render_networkd(bridge: str) -> bytes:
     """systemd.network(5): the first file that matches an interface counts, so its name comes before all others."""
     return f"""# Written by Stratum: the container network is not systemd-networkd's.
 [Match]
-Name={bridge} {VETH}
+Name={bridge} {VETH} {LOCALDNS}
 
 [Link]
 Unmanaged=yes

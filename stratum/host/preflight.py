@@ -294,6 +294,7 @@ CHECKS: Mapping[str, str] = {
     "module-not-visible": "what a loaded module is for can be seen (in a container it may not)",
     "selinux-policy": "where SELinux is on, its policy knows containers",
     "selinux-tools": "where SELinux is on, file contexts can be registered",
+    "node-name": "a Kubernetes node's name is given, recorded, or the host's own and legal",
     "node-ip": "a Kubernetes node's address is given, recorded or found without doubt",
     "nm-cloud-setup": "nm-cloud-setup, which breaks container traffic, is not enabled",
     "architecture": "the bundle is for this machine",

@@ -26,6 +26,7 @@ __all__ = [
     "CopyProgram",
     "plan_program",
     "plan_prune",
+    "program_argv",
     "supervisor_argv",
     "why_no_link",
 ]
@@ -143,16 +144,21 @@ def _remove(work: Work, directory: HostPath) -> None:
         work.receipt.forget(directory)
 
 
-def supervisor_argv(host: Host) -> list[str]:
-    """The steady-state command line: the interpreter that runs now, without site or environment.
+def program_argv(host: Host) -> list[str]:
+    """What starts this program on the host: the interpreter that runs now, without site or environment.
 
-    ``/usr/bin/python3`` where it is the same release, so that the unit outlives a point upgrade of it. A tree
-    is started by its own ``/usr/bin/python3``.
+    ``/usr/bin/python3`` where it is the same release, so that a unit outlives a point upgrade of it. A tree is
+    started by its own ``/usr/bin/python3``.
     """
     interpreter = SYSTEM_PYTHON
     if host.live and not _same_release(host):
         interpreter = os.path.realpath(sys.executable)
-    return [interpreter, "-IS", str(COMMAND), "up", "--supervise"]
+    return [interpreter, "-IS", str(COMMAND)]
+
+
+def supervisor_argv(host: Host) -> list[str]:
+    """The steady-state command line of the supervisor."""
+    return [*program_argv(host), "up", "--supervise"]
 
 
 def _same_release(host: Host) -> bool:

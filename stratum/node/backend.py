@@ -16,9 +16,9 @@ from stratum.errors import CommandError, ExitCode, StratumError, join_errors
 from stratum.node import cni, pods
 from stratum.node.layout import Layout
 from stratum.node.units import (
+    EVERY_UNIT,
     SYSTEMD_DIR,
     UNIT_KUBELET_LAUNCH_CHECK,
-    UNIT_LOCALDNS,
     UnitSpec,
     render_units,
     stack_units,
@@ -138,19 +138,24 @@ class Backend:
                 hint="install the NVIDIA Container Toolkit",
             )
 
-    def plan_units(self, spec: UnitSpec, *, stop_removed: bool = False) -> list[Action]:
-        """Write the unit files that differ, remove those that ``spec`` has no more, and let systemd read them."""
+    def plan_units(self, spec: UnitSpec, *, stop_removed: bool = False, reload: bool = True) -> list[Action]:
+        """Write the unit files that differ, remove those that ``spec`` has no more, and let systemd read them.
+
+        With ``stop_removed`` a unit that goes is stopped before; without ``reload`` the caller tells systemd.
+        """
         actions: list[Action] = []
         files = render_units(spec, self.unit_dir)
         for file in files:
             actions += plan_file(self.work, file.path, file.content)
         actions = list(dict.fromkeys(actions))
         stale = self._stale({file.path for file in files})
-        if stop_removed and self.unit_dir / UNIT_LOCALDNS in stale and self.host.live:
-            # Removed while it runs, it would go on without a unit file.
-            actions.append(Call("stop", UNIT_LOCALDNS, functools.partial(systemd.stop_unit, self.host, UNIT_LOCALDNS)))
+        if stop_removed and self.host.live:
+            # Removed while it runs, a unit would go on without a unit file.
+            gone = [unit for unit in reversed(EVERY_UNIT) if self.unit_dir / unit in stale]
+            stops = [Call("stop", unit, functools.partial(systemd.stop_unit, self.host, unit)) for unit in gone]
+            actions = [*stops, *actions]
         actions += [_Withdraw(path) for path in stale]
-        if actions and self.host.live:
+        if actions and self.host.live and reload:
             actions.append(_RELOAD)
         return actions
 
@@ -190,6 +195,16 @@ class Backend:
         """Start the whole stack; raises :class:`StratumError` at the first unit or gate that fails."""
         for action in self._start_actions(self.units):
             action.perform(self.work)
+
+    def plan_bring_up(self, down: Sequence[str], stale: Sequence[str]) -> list[Action]:
+        """Start the units that are ``down`` and restart the ``stale`` ones, in start order, each behind its gate."""
+        actions: list[Action] = []
+        for unit in self.units:
+            if unit in down:
+                actions.append(Call("start", unit, functools.partial(self._start, unit, True)))
+            elif unit in stale:
+                actions.append(Call("restart", unit, functools.partial(self._restart, unit)))
+        return [*self._before_start(), *actions] if actions else []
 
     def restart_steps(self) -> list[Step]:
         """Restart the stack in start order. The host and the containers go on."""

@@ -1,7 +1,7 @@
 """The running stack: its units in order, the gates between them, and its end (seed 000, type Backend).
 
-Start order is :data:`UNITS`; stop order the reverse. Every unit is tried when stopping, so that a failure on
-one does not leave the others running; the errors are joined.
+Which units there are follows the active version and the settings in force. Start order is that of
+:attr:`Stack.units`, stop order the reverse.
 """
 
 from __future__ import annotations
@@ -14,19 +14,35 @@ from stratum import systemd
 from stratum.errors import CommandError, StratumError
 from stratum.node import cni, containerd, pods, reaper
 from stratum.node.layout import Layout
-from stratum.node.units import SYSTEMD_DIR, UNIT_CONTAINERD
+from stratum.node.settings import read_settings
+from stratum.node.stackspec import unit_spec
+from stratum.node.units import (
+    KUBELET_CONFIG,
+    SYSTEMD_DIR,
+    UNIT_CONTAINERD,
+    UNIT_KUBELET,
+    UNIT_LOCALDNS,
+    drop_in_dir,
+    stack_units,
+)
+from stratum.node.versions import usable_record
 from stratum.receipt import file_digest
 from stratum.system import Host, HostPath
 
-__all__ = ["CONTAINER_CGROUPS", "UNITS", "Stack"]
+__all__ = ["CONTAINER_CGROUPS", "Stack"]
 
-UNITS = (UNIT_CONTAINERD,)
 STARTED = HostPath("/run/stratum/started.json")
 GATE_TIMEOUT = 120.0  # seconds that containerd has to answer its first call
 STEADY_TIME = 3.0  # seconds that a new version must go on for after its first answer
 _STEADY_POLL = 0.5
 _GRACE = 10.0  # seconds that containers have to end by themselves
 _DYING = 3.0  # seconds that a killed process may keep its cgroup busy
+# The program of each unit, and the files that it reads at its start and not later.
+_FILES = {
+    UNIT_LOCALDNS: ("coredns",),
+    UNIT_CONTAINERD: ("containerd", containerd.CONFIG_PATH),
+    UNIT_KUBELET: ("kubelet", KUBELET_CONFIG),
+}
 # containerd puts containers without a systemd slice below a group named after their namespace.
 CONTAINER_CGROUPS = tuple(HostPath("/sys/fs/cgroup") / name for name in (containerd.NAMESPACE, "k8s.io"))
 
@@ -47,58 +63,81 @@ class Stack:
         """containerd's client, of the active version."""
         return containerd.Ctr(self.host, self.layout.bin_dir)
 
+    @property
+    def units(self) -> tuple[str, ...]:
+        """The units of the active version, in start order. Raises :class:`StratumError`.
+
+        They are read anew each time: a switch, or another configuration, changes them under a running supervisor.
+        """
+        version = self.layout.current()
+        record = usable_record(self.layout, version) if version else None
+        if record is None:
+            return (UNIT_CONTAINERD,)  # without which there is no node
+        return stack_units(unit_spec(self.layout, record, read_settings(self.host)))
+
     # -- what it was started with -------------------------------------------------------------------
 
-    def inputs(self) -> dict[str, str]:
-        """What the running units depend on: the version, the digests of their files, and which program file it is."""
+    def inputs(self, unit: str) -> dict[str, str]:
+        """What a running unit depends on: the version, the digests of its files, and which program file it is."""
         found = {"version": self.layout.current() or ""}
-        for path in (containerd.CONFIG_PATH, SYSTEMD_DIR / UNIT_CONTAINERD):
+        program, *files = _FILES[unit]
+        for path in (SYSTEMD_DIR / unit, *self._drop_ins(unit), *map(HostPath, files)):
             if self.host.exists(path):
                 found[str(path)] = file_digest(self.host, path)
-        program = self.layout.bin_dir / "containerd"
-        if self.host.exists(program):
+        path = self.layout.bin_dir / program
+        if self.host.exists(path):
             # Not its digest: that takes long. Whoever replaces it, `up` too, makes it another file.
-            info = self.host.stat(program)
-            found[str(program)] = f"{info.st_dev}:{info.st_ino}:{info.st_mtime_ns}"
+            info = self.host.stat(path)
+            found[str(path)] = f"{info.st_dev}:{info.st_ino}:{info.st_mtime_ns}"
         return found
 
-    def started_with(self) -> dict[str, str]:
-        """The inputs of the last start in this boot; empty when there was none."""
+    def _drop_ins(self, unit: str) -> list[HostPath]:
+        directory = drop_in_dir(unit)
+        names = self.host.listdir(directory) if self.host.is_dir(directory) else []
+        return [directory / name for name in names if name.endswith(".conf")]
+
+    def started_with(self, unit: str) -> dict[str, str]:
+        """The inputs of the unit's last start in this boot; empty when there was none."""
+        return self._started().get(unit, {})
+
+    def _started(self) -> dict[str, dict[str, str]]:
         try:
             value = json.loads(self.host.read_bytes(STARTED))
-            return {str(key): str(item) for key, item in value.items()}
+            return {str(unit): {str(key): str(item) for key, item in inputs.items()} for unit, inputs in value.items()}
         except (OSError, ValueError, AttributeError):
             return {}
 
-    def note_started(self) -> None:
+    def note_started(self, unit: str) -> None:
         """Remember the inputs of this start, under /run: they hold for this boot."""
         from stratum import atomicfile
 
         self.host.makedirs(STARTED.parent)
-        atomicfile.write_file(self.host, STARTED, json.dumps(self.inputs()).encode() + b"\n")
+        value = {**self._started(), unit: self.inputs(unit)}
+        atomicfile.write_file(self.host, STARTED, json.dumps(value).encode() + b"\n")
 
     # -- gates --------------------------------------------------------------------------------------
 
     def wait_ready(self, unit: str, timeout: float = GATE_TIMEOUT) -> None:
-        """The gate behind a unit: containerd answers a call. Raises :class:`StratumError`."""
+        """The gate behind a unit: it answers. Raises :class:`StratumError`."""
         if unit == UNIT_CONTAINERD:
             self.ctr.wait_until_answers(timeout)
 
     def wait_steady(self, seconds: float = STEADY_TIME) -> None:
         """See that units which answered do not end right after it. Raises :class:`StratumError`."""
-        before = systemd.read_units(self.host, UNITS)
+        units = self.units
+        before = systemd.read_units(self.host, units)
         deadline = self.host.monotonic() + seconds
         while self.host.monotonic() < deadline:
             self.host.sleep(_STEADY_POLL)
-            now = systemd.read_units(self.host, UNITS)
-            for unit in UNITS:
+            now = systemd.read_units(self.host, units)
+            for unit in units:
                 if now[unit].active != "active" or now[unit].main_pid != before[unit].main_pid:
                     raise StratumError(
                         "unit-unsteady",
                         f"{unit}: ended again within {seconds:g} s of its first answer",
                         hint=f"read all of it: journalctl --boot --unit {unit}",
                     )
-        for unit in UNITS:
+        for unit in units:
             self.wait_ready(unit)
 
     # -- the end ------------------------------------------------------------------------------------

@@ -8,11 +8,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Optional
 
 from stratum.system import SEARCH_PATH, HostPath
-from stratum.systemd import quote_argument
+from stratum.systemd import quote_argument, quote_setting
 
 __all__ = [
+    "EVERY_UNIT",
     "SYSTEMD_DIR",
     "UNIT_CONTAINERD",
     "UNIT_KUBELET",
@@ -33,12 +35,19 @@ UNIT_KUBELET_LAUNCH_CHECK = "stratum-kubelet-launch-check.service"
 UNIT_LOCALDNS = "stratum-localdns.service"
 # Made and owned by the host's preparation, shared by every mode; the stack only orders after it.
 UNIT_LOCALDNS_NETWORK = "stratum-localdns-network.service"
+# All that a node can have, in start order.
+EVERY_UNIT = (UNIT_LOCALDNS_NETWORK, UNIT_LOCALDNS, UNIT_CONTAINERD, UNIT_KUBELET_LAUNCH_CHECK, UNIT_KUBELET)
 CONTAINERD_CONFIG = HostPath("/etc/stratum/containerd/config.toml")
 KUBELET_CONFIG = HostPath("/etc/stratum/kubelet/config.yaml")
 MARK = "# Written by Stratum; put changes into a drop-in of your own (systemctl edit).\n"
 
 # Exit status of the launch check that says no for good, see render_kubelet_launch_check.
 REFUSED = 78  # EX_CONFIG, sysexits.h
+
+
+# Go programs and the tools that they start read these, in either case.
+PROXY_VARIABLES = ("HTTP_PROXY", "HTTPS_PROXY", "NO_PROXY")
+_OTHER_PROXIES = ("ALL_PROXY", "FTP_PROXY")
 
 
 @dataclass(frozen=True)
@@ -53,6 +62,8 @@ class UnitSpec:
     kubelet_arguments: tuple[str, ...] = ()
     kubelet_environment: tuple[tuple[str, str], ...] = ()
     containerd_environment: tuple[tuple[str, str], ...] = ()
+    # A file with the variables of both for a proxy, whose address may hold a password; none without a proxy.
+    proxy_file: Optional[HostPath] = None
     # Adds the CoreDNS unit and makes containerd and kubelet depend on it: the path of the supervisor script.
     localdns: str = ""
     # Commands that containerd runs before each start to prepare GPUs; they name driver files by version, so a
@@ -82,6 +93,20 @@ def drop_in_dir(unit: str, directory: HostPath = SYSTEMD_DIR) -> HostPath:
     return directory / f"{unit}.d"
 
 
+def _render_environment(spec: UnitSpec, variables: Sequence[tuple[str, str]]) -> str:
+    """The lines for the environment of a unit, which the manager's own variables for a proxy never reach.
+
+    A proxy in ``system.conf`` (DefaultEnvironment=) or one that somebody gave the manager would take the kubelet's
+    probes along. ``systemctl show`` shows ``Environment=`` to everybody, so our own proxy is in a file.
+    """
+    names = _OTHER_PROXIES if spec.proxy_file else (*PROXY_VARIABLES, *_OTHER_PROXIES)
+    lines = [f"Environment={quote_setting(f'{name}={value}')}" for name, value in variables]
+    if spec.proxy_file:
+        lines.append(f"EnvironmentFile={spec.proxy_file}")
+    lines.append("UnsetEnvironment=" + " ".join(word for name in names for word in (name, name.lower())))
+    return "".join(f"{line}\n" for line in lines)
+
+
 def render_containerd(spec: UnitSpec) -> bytes:
     """The containerd unit, after containerd.service of containerd's own repository.
 
@@ -106,11 +131,16 @@ LimitCORE=infinity
 TasksMax=infinity
 OOMScoreAdjust=-999
 TimeoutStartSec=120
-""".encode()
+{_render_environment(spec, spec.containerd_environment)}""".encode()
 
 
 def render_kubelet(spec: UnitSpec) -> bytes:
-    """The kubelet unit: after, and wanting, our containerd, never the distribution's."""
+    """The kubelet unit: after, and wanting, our containerd, never the distribution's.
+
+    It wants containerd and does not require it: a containerd that crashed takes neither the kubelet nor pods along.
+    """
+    config = f"--config={spec.kubelet_config}"
+    command = " ".join(map(quote_argument, (f"{spec.bin_dir}/kubelet", config, *spec.kubelet_arguments)))
     return f"""{MARK}[Unit]
 Description=kubelet of the Stratum node
 Documentation=https://kubernetes.io/docs/reference/command-line-tools-reference/kubelet/
@@ -120,17 +150,21 @@ RequiresMountsFor=/opt/stratum /var/lib/stratum
 StartLimitIntervalSec=0
 
 [Service]
-ExecStart={spec.bin_dir}/kubelet --config={spec.kubelet_config}
+ExecStart={command}
 Delegate=yes
 KillMode=process
 Restart=always
 RestartSec=5
 OOMScoreAdjust=-999
-""".encode()
+{_render_environment(spec, spec.kubelet_environment)}""".encode()
 
 
 def render_localdns(supervisor: str) -> bytes:
-    """The CoreDNS unit: it runs the supervisor script of the version under a user of its own."""
+    """The CoreDNS unit: it runs the supervisor script of the version under a user of its own.
+
+    That user may bind to port 53 and sees a system that it cannot write to. CoreDNS asks for the interfaces when it
+    binds (plugin bind), so netlink is among the address families. No setting is newer than systemd 239.
+    """
     return f"""{MARK}[Unit]
 Description=node-local DNS of the Stratum node (CoreDNS)
 After={UNIT_LOCALDNS_NETWORK} network.target
@@ -144,7 +178,19 @@ DynamicUser=yes
 AmbientCapabilities=CAP_NET_BIND_SERVICE
 CapabilityBoundingSet=CAP_NET_BIND_SERVICE
 NoNewPrivileges=yes
+ProtectSystem=strict
 ProtectHome=yes
+PrivateTmp=yes
+PrivateDevices=yes
+ProtectKernelTunables=yes
+ProtectKernelModules=yes
+ProtectControlGroups=yes
+RestrictAddressFamilies=AF_INET AF_INET6 AF_UNIX AF_NETLINK
+RestrictNamespaces=yes
+RestrictRealtime=yes
+LockPersonality=yes
+SystemCallArchitectures=native
+TimeoutStopSec=15
 Restart=always
 RestartSec=5
 OOMScoreAdjust=-900
@@ -157,14 +203,21 @@ def render_kubelet_launch_check(command: str) -> bytes:
     It is a unit of its own, not an ExecStartPre: ``RestartPreventExitStatus=`` holds for a unit's main process
     only, and a final refusal must fail the kubelet's start rather than loop under its ``Restart=always``. No
     [Install] section: only the kubelet pulls it in.
+
+    Any other failure fails that start of the kubelet too, and the check is tried again by itself; once it agrees, it
+    starts the kubelet, which by then waits for nothing any more. (``RestartMode=direct`` would keep the kubelet's
+    start waiting instead, and is new in systemd 254.) Whoever stops the kubelet stops the check with it.
     """
     return f"""{MARK}[Unit]
 Description=launch check of the Stratum node's kubelet
+PartOf={UNIT_KUBELET}
 StartLimitIntervalSec=0
 
 [Service]
 Type=oneshot
 ExecStart={command}
+ExecStartPost=systemctl --no-block start {UNIT_KUBELET}
+TimeoutStartSec=120
 Restart=on-failure
 RestartSec=5
 RestartPreventExitStatus={REFUSED}

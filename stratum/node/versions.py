@@ -10,12 +10,22 @@ from typing import Any, Optional
 
 from stratum import atomicfile
 from stratum.errors import StratumError
+from stratum.node import localdns
 from stratum.node.layout import VERSION_FILE, Layout
 from stratum.receipt import Entry, Receipt, content_digest
 from stratum.staging import STAGING, new_staging, reap_staging
 from stratum.system import Host, HostPath, unguessable
 
-__all__ = ["VersionRecord", "assemble", "differences", "read_record", "relink", "usable_record"]
+__all__ = [
+    "VersionRecord",
+    "assemble",
+    "differences",
+    "generated",
+    "outdated",
+    "read_record",
+    "relink",
+    "usable_record",
+]
 
 _DIRECTORIES = ("bin", "libexec", "cni", "cni/bin")  # that every version has
 
@@ -120,6 +130,29 @@ def _link_tree(host: Host, source: HostPath, target: HostPath) -> None:
     host.fsync_dir(target)
 
 
+def generated(host: Host, record: VersionRecord, components: Sequence[HostPath]) -> dict[HostPath, tuple[bytes, int]]:
+    """What a version has beside its components' files: path in the version, content and mode.
+
+    CoreDNS needs a script that supervises it. A bundle that places one of its own keeps it.
+    """
+    if record.component_version(localdns.COMPONENT) is None:
+        return {}
+    if any(host.lexists(component / localdns.SUPERVISOR) for component in components):
+        return {}
+    return {localdns.SUPERVISOR: (localdns.render_supervisor(), 0o755)}
+
+
+def outdated(layout: Layout, record: VersionRecord, components: Sequence[HostPath]) -> list[HostPath]:
+    """The generated files of an installed version that another release of this program wrote, or nobody did."""
+    host, target = layout.host, layout.version_dir(record.version)
+    wanted = generated(host, record, components)
+    return [
+        target / path
+        for path, (content, _) in wanted.items()
+        if not host.exists(target / path) or host.read_bytes(target / path) != content
+    ]
+
+
 def assemble(layout: Layout, receipt: Receipt, record: VersionRecord, components: Sequence[HostPath]) -> None:
     """Make the version directory of ``record`` out of unpacked components, by one rename.
 
@@ -132,6 +165,11 @@ def assemble(layout: Layout, receipt: Receipt, record: VersionRecord, components
             host.mkdir(staging / name, 0o755)
         for component in components:
             _link_tree(host, component, staging)
+        for path, (content, mode) in generated(host, record, components).items():
+            with host.open_new(staging / path, mode) as file:
+                file.write(content)
+                host.fsync(file)
+            host.fsync_dir((staging / path).parent)
         with host.open_new(staging / VERSION_FILE, 0o644) as file:
             file.write(record.to_bytes())
             host.fsync(file)
@@ -182,9 +220,10 @@ def relink(layout: Layout, receipt: Receipt, record: VersionRecord, components: 
                 host.link(source, temporary)
             host.rename(temporary, there)
             host.fsync_dir(there.parent)
-    content = record.to_bytes()
-    receipt.record(Entry(target / VERSION_FILE, "file", (content_digest(content),), 0o644))
-    atomicfile.write_file(host, target / VERSION_FILE, content)
+    files = {**generated(host, record, components), HostPath(VERSION_FILE): (record.to_bytes(), 0o644)}
+    for path, (content, mode) in files.items():
+        receipt.record(Entry(target / path, "file", (content_digest(content),), mode))
+        atomicfile.write_file(host, target / path, content, mode)
 
 
 def _make_directory(host: Host, top: HostPath, path: HostPath) -> None:

@@ -21,10 +21,11 @@ from stratum.host.profiles import find_profile
 from stratum.node import cni, containerd
 from stratum.node.settings import Settings, read_settings
 from stratum.node.stack import Stack
+from stratum.node.stackspec import is_kubernetes_node
 from stratum.node.versions import VersionRecord, read_record
 from stratum.scripts import images
 from stratum.scripts.context import Context
-from stratum.scripts.prerequisites import base_sysctls, is_kubernetes_node
+from stratum.scripts.prerequisites import base_sysctls
 from stratum.scripts.run import load_work
 
 __all__ = ["Drift", "Trouble"]

@@ -12,9 +12,20 @@ from dataclasses import dataclass
 from typing import Optional
 
 from stratum.compiled import ROOT_PLACES
-from stratum.host import firewalld, fstab, modules, netmanagers, persistence, program, swap, swapunits, sysctls
+from stratum.host import (
+    firewalld,
+    fstab,
+    localdnsnet,
+    modules,
+    netmanagers,
+    persistence,
+    program,
+    swap,
+    swapunits,
+    sysctls,
+)
 from stratum.node import cni, traces
-from stratum.node.units import SYSTEMD_DIR, UNIT_CONTAINERD
+from stratum.node.units import EVERY_UNIT, SYSTEMD_DIR
 from stratum.receipt import STATE_DIRECTORY
 from stratum.system import HostPath
 
@@ -59,8 +70,9 @@ def footprint() -> tuple[Place, ...]:
         Place(str(persistence.UNIT_PATH), "the supervisor's unit"),
         Place(str(persistence.ENABLEMENT), "its start at boot"),
         Place(str(persistence.OVERRIDE), "for as long as uninstall runs: no restart of the supervisor"),
-        Place(str(SYSTEMD_DIR / UNIT_CONTAINERD), "containerd's unit"),
-        Place(f"{SYSTEMD_DIR / UNIT_CONTAINERD}.d/*", "its drop-ins"),
+        *(Place(str(SYSTEMD_DIR / unit), "a unit of the stack") for unit in EVERY_UNIT),
+        *(Place(f"{SYSTEMD_DIR / unit}.d/*", "its drop-ins") for unit in EVERY_UNIT),
+        Place(str(localdnsnet.UNIT_PATH), "makes the interface and the rules of LocalDNS"),
         Place(str(cni.CONFIG_PATH), "the bridge network"),
         Place(f"{cni.HOST_BIN_DIR}/*", "links to the CNI plugins of the bundle"),
         Place(f"{cni.RESULTS}/*", "what containers were given, by libcni"),

@@ -17,15 +17,16 @@ from stratum.host.finding import WARN, Finding
 from stratum.node import containerd
 from stratum.node.containerd import ImageState
 from stratum.node.stack import Stack
-from stratum.node.versions import VersionRecord
+from stratum.node.versions import VersionRecord, read_record
 from stratum.scripts.context import Context
-from stratum.steps import Action, Call, Step
+from stratum.steps import Action, Call, Step, Work
 from stratum.system import Host
 
 __all__ = [
     "check_sandbox",
     "find_missing",
     "image_digests",
+    "import_now",
     "import_steps",
     "namespace_of",
     "plan_import",
@@ -172,6 +173,15 @@ def _mark(stack: Stack, namespace: str, name: str, labels: frozenset[str]) -> No
             f"image {name}: containerd does not keep {', '.join(sorted(lost))}",
             hint="read: stratum logs containerd",
         )
+
+
+def import_now(context: Context, work: Work, stack: Stack) -> None:
+    """Import what the active version has and containerd has not. Raises :class:`StratumError`."""
+    version = stack.layout.current()
+    record = read_record(stack.layout, version) if version else None
+    for action in plan_import(context, stack, record) if record else ():
+        context.out.note(action.describe())
+        action.perform(work)
 
 
 def import_steps(context: Context, stack: Stack, record: VersionRecord) -> list[Step]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 from typing import Optional
 
 from stratum import boot, systemd
@@ -14,13 +15,15 @@ from stratum.errors import BundleError, StratumError
 from stratum.host import persistence, program
 from stratum.host.preflight import Need
 from stratum.node import cni, containerd
+from stratum.node.backend import Backend
 from stratum.node.history import note_activation, read_history
 from stratum.node.layout import Layout
-from stratum.node.stack import UNITS, Stack
-from stratum.node.units import UnitSpec, render_units
-from stratum.node.versions import VersionRecord, assemble, differences, read_record, relink, usable_record
+from stratum.node.stack import Stack
+from stratum.node.units import stack_units
+from stratum.node.versions import VersionRecord, assemble, differences, outdated, read_record, relink, usable_record
 from stratum.receipt import STATE_DIRECTORY, Entry
 from stratum.scripts.context import Context
+from stratum.scripts.goal import Goal
 from stratum.staging import OWN_ROOT
 from stratum.steps import Action, Call, Command, PlaceLink, SetMode, Work, plan_directory, plan_file, withdraw
 from stratum.system import HostPath
@@ -127,14 +130,14 @@ def plan_version(work: Work, layout: Layout, record: VersionRecord) -> list[Acti
     active = layout.current() == record.version
     if not active and (known is None or known.manifest != record.manifest):
         return [Call("assemble", str(directory), lambda: assemble(layout, work.receipt, record, components))]
-    if differences(work.receipt, directory) or known != record:
+    if differences(work.receipt, directory) or known != record or outdated(layout, record, components):
         return [Call("repair", str(directory), lambda: relink(layout, work.receipt, record, components))]
     return []
 
 
-def plan_configuration(work: Work, record: VersionRecord) -> list[Action]:
-    """containerd's configuration, in the format of its release."""
-    return plan_file(work, containerd.CONFIG_PATH, containerd.render_config(containerd_version(record)))
+def plan_configuration(work: Work, goal: Goal) -> list[Action]:
+    """The configuration of each program of the stack, in the format of its release."""
+    return plan_file(work, containerd.CONFIG_PATH, containerd.render_config(containerd_version(goal.record)))
 
 
 def containerd_version(record: VersionRecord) -> str:
@@ -149,10 +152,10 @@ def containerd_version(record: VersionRecord) -> str:
     return version
 
 
-def plan_network(work: Work, layout: Layout, plugins: tuple[str, ...]) -> list[Action]:
+def plan_network(work: Work, layout: Layout, goal: Goal) -> list[Action]:
     """The links to the plugins, and the bridge network for a version that has the plugin for it."""
-    links = cni.plan_plugin_links(work, plugins, layout.cni_bin_dir)
-    if "bridge" in plugins:
+    links = cni.plan_plugin_links(work, goal.plugins, layout.cni_bin_dir)
+    if goal.bridged:
         network = cni.render_network(cni.choose_subnet(work.host))
         return plan_file(work, cni.CONFIG_PATH, network) + links
     actions: list[Action] = plan_directory(work.host, cni.CONFIG_PATH.parent)
@@ -162,26 +165,23 @@ def plan_network(work: Work, layout: Layout, plugins: tuple[str, ...]) -> list[A
     return actions + links
 
 
-def unit_spec(layout: Layout) -> UnitSpec:
-    """What the units of this node are rendered from."""
-    return UnitSpec(layout.bin_dir, containerd.CONFIG_PATH)
+def plan_units(work: Work, layout: Layout, goal: Goal) -> list[Action]:
+    """The units of the stack and the supervisor's; systemd reads them again when one is new.
 
-
-def plan_units(work: Work, layout: Layout) -> list[Action]:
-    """The units of the stack and the supervisor's; systemd reads them again when one is new."""
-    actions: list[Action] = []
-    for unit in render_units(unit_spec(layout)):
-        actions += plan_file(work, unit.path, unit.content)
+    Units that the node had and has no more go, stopped first.
+    """
+    spec = goal.unit_spec(layout)
+    actions = Backend(work, layout, spec).plan_units(spec, stop_removed=True, reload=False)
     actions += persistence.plan_unit(work, program.supervisor_argv(work.host))
     actions = list(dict.fromkeys(actions))
-    if work.host.live and (actions or _needs_reload(work)):
+    if work.host.live and (actions or _needs_reload(work, stack_units(spec))):
         actions.append(Command(("systemctl", "daemon-reload"), 60.0))
     return actions
 
 
-def _needs_reload(work: Work) -> bool:
+def _needs_reload(work: Work, units: Sequence[str]) -> bool:
     # A run that was cut off between a unit file and the reload leaves this behind.
-    states = systemd.read_units(work.host, (*UNITS, persistence.UNIT))
+    states = systemd.read_units(work.host, (*units, persistence.UNIT))
     return any(state.needs_reload or not state.installed for state in states.values())
 
 

@@ -10,60 +10,40 @@ import argparse
 from collections.abc import Sequence
 from dataclasses import replace
 
+from stratum.config import WORKER
 from stratum.errors import HostRefusedError
 from stratum.host import modules, netmanagers, rootmount, selinux, swap, sysctls
 from stratum.host.addresses import read_network
 from stratum.host.detection import detect_node_ips, families_of
 from stratum.host.finding import REJECT, Finding
-from stratum.host.nodeip import RECORDED, check_argument, check_node_ip, check_pinned, resolve_without_config
-from stratum.host.profiles import BASE, PROFILES, Profile, Sysctl, find_profile
+from stratum.host.nodeip import RECORDED, check_argument, check_node_ip, check_pinned, resolve_node_ip
+from stratum.host.nodename import choose_node_name
+from stratum.host.profiles import BASE, Profile, Sysctl, find_profile
 from stratum.node import cni
 from stratum.node.layout import Layout
 from stratum.node.settings import Settings, plan_settings, read_settings
+from stratum.node.stackspec import is_kubernetes_node
 from stratum.node.versions import VersionRecord
 from stratum.scripts.context import Context
+from stratum.scripts.settings import Chosen, read_join, read_merged
 from stratum.steps import Action, RemoveDirectory, RemoveFile, Step, Work
 from stratum.system import HostPath
 
 __all__ = [
-    "add_settings_arguments",
     "base_sysctls",
     "check_prerequisites",
     "choose_settings",
     "find_drift",
-    "is_kubernetes_node",
     "label_steps",
-    "pin_node_ip",
+    "pin_node",
     "plan_restore",
     "prerequisite_steps",
     "restored_paths",
+    "settings_step",
 ]
 
 _PIN_WAIT = 60.0  # seconds: at boot an interface may come up after the supervisor
 _PIN_EVERY = 1.0
-
-
-def add_settings_arguments(parser: argparse.ArgumentParser) -> None:
-    """The options that are recorded and hold for each later start."""
-    group = parser.add_argument_group("settings of the node (recorded; one that is not given stays as it is)")
-    group.add_argument("--profile", choices=sorted(PROFILES), help="kernel settings of a profile (default: default)")
-    group.add_argument("--node-ip", metavar="ADDRESS[,ADDRESS]", help="the node's address (default: detected)")
-    group.add_argument(
-        "--cluster-cidr",
-        metavar="CIDR[,CIDR]",
-        help="networks of pods and services, whose families the node's addresses have (default: IPv4)",
-    )
-    group.add_argument(
-        "--selinux",
-        action=argparse.BooleanOptionalAction,
-        default=None,
-        help="file contexts and labels where SELinux is on (default: yes)",
-    )
-
-
-def is_kubernetes_node(record: VersionRecord) -> bool:
-    """Whether the version makes a Kubernetes node: it has a kubelet."""
-    return record.component_version("kubelet") is not None
 
 
 def base_sysctls(record: VersionRecord) -> Sequence[Sysctl]:
@@ -77,56 +57,97 @@ def base_sysctls(record: VersionRecord) -> Sequence[Sysctl]:
 # -- settings ---------------------------------------------------------------------------------------------
 
 
-def choose_settings(context: Context, arguments: argparse.Namespace, record: VersionRecord) -> Settings:
-    """What the command line and the record say together; looks only. Raises :class:`StratumError`."""
-    known = read_settings(context.host)
-    cidrs = tuple(arguments.cluster_cidr.split(",")) if arguments.cluster_cidr else known.cluster_cidrs
-    spec = replace(
-        known.spec,
-        profile=find_profile(arguments.profile or known.profile).name,
-        network=replace(known.spec.network, cluster_cidrs=cidrs),
-        selinux=known.selinux if arguments.selinux is None else arguments.selinux,
-    )
-    chosen = replace(known, spec=spec)
-    if arguments.node_ip:
+def choose_settings(
+    context: Context, arguments: argparse.Namespace, record: VersionRecord
+) -> tuple[Chosen, list[Finding]]:
+    """What options, file and record say together, with the node's name and address; looks only.
+
+    A name or address that is refused is a finding, so that it is shown with all others. Raises :class:`StratumError`.
+    """
+    if arguments.node_ip is not None:
         check_argument(arguments.node_ip)
-    return replace(chosen, node_ip=choose_node_ip(context, chosen, record, flag=arguments.node_ip or ""))
+    kubelet = is_kubernetes_node(record)
+    merged = read_merged(context, arguments)
+    merged.check(kubelet=kubelet)
+    if not kubelet and merged.spec.role == WORKER:
+        context.out.warn(f"version {record.version} has no kubelet: the role {WORKER} has no effect")
+    token, ca = read_join(context, merged, bundle=arguments.bundle) if kubelet else (None, b"")
+    spec, sources = merged.recorded()
+    known = merged.known
+    resolved = {name: known.sources[name] for name in ("nodeIP", "nodeName") if name in known.sources}
+    settings = Settings(spec, known.node_ip, known.node_name, {**sources, **resolved})
+    findings: list[Finding] = []
+    try:
+        settings = name_node(context, settings, record)
+    except HostRefusedError as error:
+        findings.append(Finding("node-name", REJECT, error.message, error.hint or ""))
+    try:
+        settings = address_node(context, settings, record, flag=arguments.node_ip or "")
+    except HostRefusedError as error:
+        findings.append(Finding("node-ip", REJECT, error.message, error.hint or ""))
+    return Chosen(settings, token, ca), findings
 
 
-def choose_node_ip(context: Context, settings: Settings, record: VersionRecord, *, flag: str = "") -> str:
-    """The node's address; empty for a container host, and in a tree, whose machine will find its own.
+def name_node(context: Context, settings: Settings, record: VersionRecord) -> Settings:
+    """``settings`` with the node's name; none for a container host, and in a tree only one that is configured.
+
+    Raises :class:`UsageError` and :class:`HostRefusedError`.
+    """
+    configured, recorded = settings.spec.node_name, settings.node_name
+    if not is_kubernetes_node(record) or not (context.host.live or configured or recorded):
+        return settings
+    choice = choose_node_name(context.host, configured, recorded)
+    if choice.name == recorded:
+        return settings
+    context.out.note(choice.note or f"node name {choice.name} ({choice.source})")
+    source = settings.sources.get("nodeName", choice.source)
+    return replace(settings, node_name=choice.name, sources={**settings.sources, "nodeName": source})
+
+
+def address_node(context: Context, settings: Settings, record: VersionRecord, *, flag: str = "") -> Settings:
+    """``settings`` with the node's address; none for a container host, and in a tree, whose machine will find its own.
 
     Raises :class:`UsageError` for one that is no use, :class:`HostRefusedError` where none can be found, or where
     the recorded one is gone.
     """
     host, families = context.host, families_of(settings.cluster_cidrs)
+    recorded, configured = settings.node_ip, settings.spec.network.node_ip
     if not is_kubernetes_node(record) or not host.live:
-        given = flag or settings.node_ip
+        given = flag or recorded
         if given:
             check_node_ip(given, families)
-        return given
+        return _with_address(settings, given, "option --node-ip") if flag else settings
     network = read_network(host)
-    choice = resolve_without_config(flag, settings.node_ip, host.environ, lambda: detect_node_ips(network, families))
+    choice = resolve_node_ip(flag, recorded, configured, host.environ, lambda: detect_node_ips(network, families))
     check_node_ip(choice.ip, families)
     if choice.source == RECORDED:
         check_pinned(choice.ip, network)
-    else:
-        context.out.note(f"node IP {choice.ip} ({choice.source})")
+        if configured and configured != recorded:
+            context.out.warn(
+                f"node IP {recorded} stays, and network.nodeIP ({configured}) is not used: it is for a node's first "
+                f"start; to move this node on purpose: stratum up --node-ip {configured}"
+            )
+        return settings
+    context.out.note(f"node IP {choice.ip} ({choice.source})")
     for warning in choice.warnings:
         context.out.warn(warning)
-    return choice.ip
+    return _with_address(settings, choice.ip, f"option {choice.source}" if flag else choice.source)
 
 
-def pin_node_ip(context: Context, record: VersionRecord) -> Settings:
-    """The settings of an installed node with its address, which a node made as an image gets at its first start.
+def _with_address(settings: Settings, address: str, source: str) -> Settings:
+    return replace(settings, node_ip=address, sources={**settings.sources, "nodeIP": source})
 
-    An address that is not there yet is waited for. Raises :class:`StratumError`.
+
+def pin_node(context: Context, record: VersionRecord) -> Settings:
+    """The settings of an installed node with its name and address, which an image gets at its first start.
+
+    A name or an address that is not there yet is waited for. Raises :class:`StratumError`.
     """
     settings = read_settings(context.host)
     deadline = context.host.monotonic() + _PIN_WAIT
     while True:
         try:
-            return replace(settings, node_ip=choose_node_ip(context, settings, record))
+            return address_node(context, name_node(context, settings, record), record)
         except HostRefusedError:
             if context.host.monotonic() >= deadline:
                 raise
@@ -146,21 +167,13 @@ def _modules(record: VersionRecord) -> Sequence[modules.Module]:
 
 def check_prerequisites(
     context: Context, arguments: argparse.Namespace, record: VersionRecord
-) -> tuple[Settings, list[Finding]]:
-    """The settings and what is to be said of the host before anything is written.
-
-    An address that is refused is a finding too, so that it is shown with all others. Raises :class:`StratumError`.
-    """
-    findings: list[Finding] = []
-    try:
-        settings = choose_settings(context, arguments, record)
-    except HostRefusedError as error:
-        settings = read_settings(context.host)
-        findings.append(Finding("node-ip", REJECT, error.message, error.hint or ""))
+) -> tuple[Chosen, list[Finding]]:
+    """The settings and what is to be said of the host before anything is written. Raises :class:`StratumError`."""
+    chosen, findings = choose_settings(context, arguments, record)
     if context.host.live:
-        findings += selinux.check_policy(context.host, _policy(context, settings))
+        findings += selinux.check_policy(context.host, _policy(context, chosen.settings))
         findings += modules.check_modules(context.host, _modules(record), before_loading=True)
-    return settings, [finding for finding in findings if finding.check not in arguments.skip_check]
+    return chosen, [finding for finding in findings if finding.check not in arguments.skip_check]
 
 
 def find_drift(context: Context, settings: Settings, record: VersionRecord) -> list[Finding]:
@@ -184,7 +197,6 @@ def prerequisite_steps(
     host, warn = context.host, context.out.warn
     profile = find_profile(settings.profile)
     steps = [
-        Step("settings", "record the node's settings", lambda: plan_settings(work, settings)),
         Step(
             "selinux",
             "register file contexts",
@@ -221,6 +233,11 @@ def _plan_sysctls(context: Context, work: Work, profile: Profile, record: Versio
         if finding.check == "sysctl-overridden":
             context.out.warn(f"{finding.message}; {finding.hint}")
     return sysctls.plan_sysctls(work, profile, context.out.warn, base)
+
+
+def settings_step(work: Work, settings: Settings) -> Step:
+    """Record the settings: from then on they are in force."""
+    return Step("settings", "record the node's settings", lambda: plan_settings(work, settings))
 
 
 def label_steps(context: Context, work: Work, settings: Settings, name: str = "labels") -> list[Step]:

@@ -4,99 +4,120 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Callable, Optional
 
 from stratum import systemd
 from stratum.errors import join_errors
 from stratum.host import firewalld, forwarding, masquerade, mounts, persistence, portchains
-from stratum.node import cni, pods
+from stratum.node import cni, containerd, pods
 from stratum.node.backend import Backend, Hooks
-from stratum.node.stack import CONTAINER_CGROUPS, UNITS, Stack
-from stratum.node.units import UNIT_CONTAINERD
-from stratum.node.versions import VersionRecord
+from stratum.node.settings import plan_settings
+from stratum.node.stack import CONTAINER_CGROUPS, Stack
+from stratum.node.units import (
+    EVERY_UNIT,
+    UNIT_CONTAINERD,
+    UNIT_KUBELET,
+    UNIT_KUBELET_LAUNCH_CHECK,
+    UnitSpec,
+    stack_units,
+)
 from stratum.receipt import STATE_DIRECTORY
+from stratum.scripts import images as image_script
 from stratum.scripts import node
 from stratum.scripts.context import Context
+from stratum.scripts.goal import Goal, goal_in_force
 from stratum.steps import Action, Call, Command, PlaceLink, Step, Work
 
-__all__ = ["make_backend", "plan_start", "plan_stop", "record_ahead", "restart_steps", "start_steps", "stop_steps"]
+__all__ = [
+    "make_backend",
+    "plan_start",
+    "plan_stop",
+    "plan_version_needs",
+    "record_ahead",
+    "restart_steps",
+    "start_steps",
+    "stop_steps",
+]
 
 Warn = Callable[[str], object]
+_KUBELET = (UNIT_KUBELET, UNIT_KUBELET_LAUNCH_CHECK)
 
 
 def make_backend(
-    work: Work,
-    stack: Stack,
-    *,
-    record: Optional[VersionRecord] = None,
-    previous: Optional[VersionRecord] = None,
-    plugins: Optional[tuple[str, ...]] = None,
-    warn: Optional[Warn] = None,
+    context: Context, work: Work, stack: Stack, *, goal: Optional[Goal] = None, previous: Optional[Goal] = None
 ) -> Backend:
     """The stack as the contract's backend, with this node's gates and configuration.
 
-    ``record`` is the version that an upgrade leads to, ``previous`` the one that it would go back to; ``plugins``
-    are those of a ``record`` that is not on the disk yet. ``warn`` hears of what a switch can do without.
+    ``goal`` is what an upgrade leads to, ``previous`` what it would go back to. Without a goal the node is as it is.
+    Raises :class:`StratumError`.
     """
-    gates = {UNIT_CONTAINERD: functools.partial(_gate, stack, UNIT_CONTAINERD)}
+    now = goal or previous or goal_in_force(stack.layout)
+    spec = now.unit_spec(stack.layout) if now else UnitSpec(stack.layout.bin_dir, containerd.CONFIG_PATH)
+    gates = {unit: functools.partial(_gate, context, work, stack, unit) for unit in stack_units(_every(spec))}
     hooks = Hooks(
         after_start=gates,
         after_restart=gates,
-        plan_upgrade_start=functools.partial(_plan_configure, work, stack, record, warn, plugins) if record else None,
-        before_rollback_start=functools.partial(_configure, work, stack, previous, warn) if previous else None,
+        plan_upgrade_start=functools.partial(_plan_configure, context, work, stack, goal) if goal else None,
+        before_rollback_start=functools.partial(_configure, context, work, stack, previous) if previous else None,
     )
-    return Backend(work, stack.layout, node.unit_spec(stack.layout), hooks)
+    back = previous.unit_spec(stack.layout) if previous else None
+    return Backend(work, stack.layout, spec, hooks, rollback_spec=back)
 
 
-def _gate(stack: Stack, unit: str) -> None:
+def _every(spec: UnitSpec) -> UnitSpec:
+    """Gates are by unit: those of a version that a switch goes back to are needed too."""
+    return replace(spec, kubelet=True, localdns="/x")
+
+
+def _gate(context: Context, work: Work, stack: Stack, unit: str) -> None:
     stack.wait_ready(unit)
-    stack.note_started()
+    if unit == UNIT_CONTAINERD and UNIT_KUBELET in stack.units:
+        # Before the kubelet starts: it would try to pull what is in the bundle.
+        image_script.import_now(context, work, stack)
+    stack.note_started(unit)
 
 
-def _plan_version_needs(
-    work: Work, stack: Stack, record: VersionRecord, plugins: Optional[tuple[str, ...]] = None
-) -> list[Action]:
-    """Configuration and plugin links as ``record`` needs them."""
-    names = stack.layout.plugins(record.version) if plugins is None else plugins
-    return [*node.plan_configuration(work, record), *node.plan_network(work, stack.layout, names)]
+def plan_version_needs(work: Work, stack: Stack, goal: Goal) -> list[Action]:
+    """Settings, configuration and plugin links as ``goal`` needs them."""
+    return [
+        *plan_settings(work, goal.settings),
+        *node.plan_configuration(work, goal),
+        *node.plan_network(work, stack.layout, goal),
+    ]
 
 
-def _plan_configure(
-    work: Work,
-    stack: Stack,
-    record: VersionRecord,
-    warn: Optional[Warn],
-    plugins: Optional[tuple[str, ...]] = None,
-) -> list[Action]:
-    return [*plan_release(stack, warn), *_plan_version_needs(work, stack, record, plugins)]
+def _plan_configure(context: Context, work: Work, stack: Stack, goal: Goal) -> list[Action]:
+    return [*plan_release(stack, context.out.warn), *plan_version_needs(work, stack, goal)]
 
 
-def _configure(work: Work, stack: Stack, record: VersionRecord, warn: Optional[Warn]) -> None:
-    for action in _plan_configure(work, stack, record, warn):
+def _configure(context: Context, work: Work, stack: Stack, goal: Goal) -> None:
+    for action in _plan_configure(context, work, stack, goal):
         action.perform(work)
 
 
-def record_ahead(work: Work, stack: Stack, record: VersionRecord) -> None:
-    """Record what a switch to ``record`` will make, while the old version still runs: the receipt takes time to sync.
+def record_ahead(work: Work, stack: Stack, goal: Goal) -> None:
+    """Record what a switch to ``goal`` will make, while the old version still runs: the receipt takes time to sync.
 
     What is in the way of it is met here too, before anything stops. Raises OSError and :class:`StratumError`.
     """
-    actions = [PlaceLink(stack.layout.current_link, record.version), *_plan_version_needs(work, stack, record)]
+    actions: list[Action] = [PlaceLink(stack.layout.current_link, goal.record.version)]
+    actions += plan_version_needs(work, stack, goal)
     work.receipt.record(*(entry for action in actions for entry in action.entries))
 
 
-def plan_start(work: Work, stack: Stack) -> list[Action]:
-    """Start each unit that is not active; restart them when they run with other files than those in place now."""
-    backend = make_backend(work, stack)
-    if backend.status():
-        fresh = stack.started_with() == stack.inputs()
-        return [] if fresh else list(backend.restart_steps()[0].plan())
-    return list(backend.start_steps()[0].plan())
+def plan_start(context: Context, work: Work, stack: Stack) -> list[Action]:
+    """Start each unit that is not active; restart those that run with other files than those in place now."""
+    backend = make_backend(context, work, stack)
+    states = systemd.read_units(stack.host, backend.units)
+    down = [unit for unit in backend.units if states[unit].active != "active"]
+    stale = [unit for unit in backend.units if stack.started_with(unit) != stack.inputs(unit)]
+    return backend.plan_bring_up(down, stale)
 
 
-def start_steps(work: Work, stack: Stack) -> list[Step]:
+def start_steps(context: Context, work: Work, stack: Stack) -> list[Step]:
     """Start the stack in order, each unit behind its gate."""
-    return [Step("start", "start the units and wait until they answer", lambda: plan_start(work, stack))]
+    return [Step("start", "start the units and wait until they answer", lambda: plan_start(context, work, stack))]
 
 
 def plan_stop(stack: Stack, units: Sequence[str]) -> list[Action]:
@@ -113,7 +134,7 @@ def take_down_steps(work: Work, stack: Stack) -> list[Step]:
     """What undoes the start of a node that has run no container yet: units, mounts of an import, kernel settings."""
     host = stack.host
     return [
-        Step("stop", "stop the units", lambda: plan_stop(stack, tuple(reversed(UNITS)))),
+        Step("stop", "stop the units", lambda: plan_stop(stack, tuple(reversed(EVERY_UNIT)))),
         Step(
             "unmount",
             "take away what an import had mounted",
@@ -151,6 +172,8 @@ def stop_steps(stack: Stack, units: Sequence[str], *, containers: bool, warn: Op
     """Stop ``units``; with ``containers`` what runs under containerd ends first. ``warn`` is for the release."""
     steps = []
     if containers:
+        # The kubelet first: it would start again what ends.
+        steps.append(Step("stop-kubelet", "stop the kubelet", lambda: plan_stop(stack, _KUBELET)))
         steps.append(Step("end-containers", "end the running containers", lambda: plan_end_containers(stack)))
     steps.append(Step("stop", "stop the units", lambda: plan_stop(stack, tuple(units))))
     if containers:
@@ -159,9 +182,9 @@ def stop_steps(stack: Stack, units: Sequence[str], *, containers: bool, warn: Op
     return steps
 
 
-def restart_steps(work: Work, stack: Stack) -> list[Step]:
+def restart_steps(context: Context, work: Work, stack: Stack) -> list[Step]:
     """Restart the stack in start order; the host and the containers go on."""
-    return make_backend(work, stack).restart_steps()
+    return make_backend(context, work, stack).restart_steps()
 
 
 def supervisor_steps(context: Context) -> list[Step]:

@@ -49,13 +49,14 @@ def bring_up(context: Context, stack: Stack) -> None:
     work = load_work(context)
     recover(context, work, stack, command="supervise")
     record = _active(stack)
-    settings = prerequisites.pin_node_ip(context, record)
+    settings = prerequisites.pin_node(context, record)
     for finding in prerequisites.find_drift(context, settings, record):
         # What was put right once and is not so at this start: somebody or something works against us.
         context.out.warn(f"{finding.message}; {finding.hint}")
     steps: list[Step] = [
+        prerequisites.settings_step(work, settings),
         *_host_steps(context, work, stack, settings, record),
-        *stack_script.start_steps(work, stack),
+        *stack_script.start_steps(context, work, stack),
         *image_script.import_steps(context, stack, record),
     ]
     perform(context, work, "supervise", steps, dry_run=False)

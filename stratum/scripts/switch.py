@@ -6,6 +6,7 @@ import contextlib
 import functools
 import signal
 from collections.abc import Sequence
+from dataclasses import replace
 from types import FrameType
 from typing import Callable, Optional
 
@@ -15,13 +16,15 @@ from stratum.host.program import CURRENT
 from stratum.node.backend import UpgradeError
 from stratum.node.history import note_activation
 from stratum.node.layout import Layout
+from stratum.node.settings import forget_earlier, keep_earlier, read_earlier
 from stratum.node.stack import Stack
 from stratum.node.units import UNIT_CONTAINERD
-from stratum.node.versions import VersionRecord, read_record
+from stratum.node.versions import VersionRecord
 from stratum.scripts import images as image_script
 from stratum.scripts import node as node_script
 from stratum.scripts import stack as stack_script
 from stratum.scripts.context import Context
+from stratum.scripts.goal import Goal, goal_in_force
 from stratum.scripts.overwrites import warn_overwrites
 from stratum.steps import Action, Call, PlaceLink, Step, Work
 from stratum.systemd import journal_tail
@@ -65,44 +68,33 @@ def plan_check(work: Work, layout: Layout, version: str) -> list[Action]:
 
 
 def _wait_ready(context: Context, work: Work, stack: Stack, record: VersionRecord) -> None:
-    """The gate of a switch: containerd answers and goes on, and the version's images are there."""
-    stack.wait_ready(UNIT_CONTAINERD)
+    """The gate of a switch: every unit answers and goes on, and the version's images are there."""
+    for unit in stack.units:
+        stack.wait_ready(unit)
     for step in image_script.import_steps(context, stack, record):
         for action in step.plan():
             action.perform(work)
     stack.wait_steady()
 
 
-def switch_plan(
-    context: Context, work: Work, stack: Stack, record: VersionRecord, plugins: tuple[str, ...]
-) -> Sequence[Step]:
-    """The steps of the switch, for a dry run; ``plugins`` are the CNI plugins of the version."""
-    _warn_overwrites(context, work, stack, record, plugins)
-    backend = stack_script.make_backend(work, stack, record=record, plugins=plugins)
-    return backend.switch_steps(record.version, functools.partial(_wait_ready, context, work, stack, record))
+def switch_plan(context: Context, work: Work, stack: Stack, goal: Goal) -> Sequence[Step]:
+    """The steps of the switch, for a dry run."""
+    warn_overwrites(context, work, stack_script.plan_version_needs(work, stack, goal))
+    backend = stack_script.make_backend(context, work, stack, goal=goal)
+    return backend.switch_steps(goal.record.version, functools.partial(_wait_ready, context, work, stack, goal.record))
 
 
-def _warn_overwrites(
-    context: Context, work: Work, stack: Stack, record: VersionRecord, plugins: tuple[str, ...]
-) -> None:
-    actions = [
-        *node_script.plan_configuration(work, record),
-        *node_script.plan_network(work, stack.layout, plugins),
-    ]
-    warn_overwrites(context, work, actions)
-
-
-def switch_version(context: Context, work: Work, stack: Stack, record: VersionRecord, *, name: str) -> Performed:
+def switch_version(context: Context, work: Work, stack: Stack, goal: Goal, *, name: str) -> Performed:
     """Make a prepared version run, or the one before again. The journal knows at each step which it will be.
 
     Returns the steps that were done. Raises :class:`UpgradeError` with exit code 20 or 21.
     """
-    current = stack.layout.current()
-    previous = read_record(stack.layout, current) if current else None
-    backend = stack_script.make_backend(work, stack, record=record, previous=previous, warn=context.out.warn)
+    current, record = stack.layout.current(), goal.record
+    previous = goal_in_force(stack.layout)
+    backend = stack_script.make_backend(context, work, stack, goal=goal, previous=previous)
     performed: Performed = []
     going_back: list[BaseException] = []
-    _warn_overwrites(context, work, stack, record, stack.layout.plugins(record.version))
+    warn_overwrites(context, work, stack_script.plan_version_needs(work, stack, goal))
 
     def note(step: Step, actions: Sequence[Action]) -> None:
         context.out.note(f"{step.name}: {step.summary}")
@@ -125,7 +117,8 @@ def switch_version(context: Context, work: Work, stack: Stack, record: VersionRe
 
         try:
             work.journal.begin(name, source=current, target=record.version)
-            stack_script.record_ahead(work, stack, record)
+            keep_earlier(work, goal.settings)
+            stack_script.record_ahead(work, stack, goal)
             backend.upgrade(record.version, ready, on_step=note, on_failure=failed)
         except BaseException as error:
             # A signal can come between a failure and the way back: then the next run finds the switch unfinished.
@@ -153,6 +146,7 @@ def _settle_failure(work: Work, error: BaseException, *, went_back: bool) -> Non
     """The journal's last word on a failed switch; a full disk must not hide why it failed."""
     with contextlib.suppress(OSError, StratumError):
         if went_back and not (isinstance(error, UpgradeError) and not error.rolled_back):
+            forget_earlier(work)
             work.journal.roll_back(_said(error))
         else:
             work.journal.fail(_said(error))
@@ -191,6 +185,7 @@ class _Signals:
 def finish_switch(context: Context, work: Work, version: str) -> None:
     """What follows the proof: history, and the journal closed. May be repeated."""
     note_activation(context.host, work.receipt, version)
+    forget_earlier(work)
     work.journal.finish()
 
 
@@ -209,19 +204,23 @@ def recover_switch(context: Context, work: Work, stack: Stack, source: Optional[
         context.out.note(f"{operation.name} to {target} had been cut off after it was proven ready: finished")
         return
     if source is None:
+        forget_earlier(work)
         work.journal.settle("done")
         return
     installed = stack.layout.versions()
-    goal = target if target in installed and source not in installed else source
-    assert goal is not None
-    record = read_record(stack.layout, goal)
-    backend = stack_script.make_backend(work, stack, previous=record, warn=context.out.warn)
-    backend.rollback(goal, on_step=lambda step, _: context.out.note(f"{step.name}: {step.summary}"))
-    if goal == target and record:
-        _wait_ready(context, work, stack, record)
-        finish_switch(context, work, goal)
+    ahead = target in installed and source not in installed
+    version = target if ahead and target else source
+    goal = goal_in_force(stack.layout, version)
+    if goal and not ahead:
+        goal = replace(goal, settings=read_earlier(context.host))
+    backend = stack_script.make_backend(context, work, stack, previous=goal)
+    backend.rollback(version, on_step=lambda step, _: context.out.note(f"{step.name}: {step.summary}"))
+    if ahead and goal:
+        _wait_ready(context, work, stack, goal.record)
+        finish_switch(context, work, version)
         context.out.warn(f"{operation.name} to {target} had been cut off and {source} is gone: {target} runs")
         return
+    forget_earlier(work)
     work.journal.roll_back(operation.error or "it was cut off")
     context.out.warn(f"{operation.name} to {target} had been cut off: version {source} runs again")
 

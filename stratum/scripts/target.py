@@ -12,12 +12,12 @@ from stratum.bundle.verify import VerifiedBundle
 from stratum.errors import BundleNotFoundError, HostRefusedError, StratumError
 from stratum.host import persistence, preflight
 from stratum.node.layout import Layout
-from stratum.node.settings import Settings
-from stratum.node.stack import UNITS
+from stratum.node.units import EVERY_UNIT
 from stratum.node.versions import VersionRecord, read_record
 from stratum.scripts import node as node_script
 from stratum.scripts.context import Context
 from stratum.scripts.prerequisites import check_prerequisites
+from stratum.scripts.settings import Chosen
 from stratum.steps import Work
 
 __all__ = ["Target", "check_init", "check_preflight", "check_units", "target_of_bundle", "target_of_version"]
@@ -56,16 +56,16 @@ def target_of_version(layout: Layout, version: str) -> Target:
     return Target(record, layout.plugins(version), None)
 
 
-def check_preflight(context: Context, arguments: argparse.Namespace, target: Target) -> Settings:
+def check_preflight(context: Context, arguments: argparse.Namespace, target: Target) -> Chosen:
     """The gate: every finding is shown, and one that rejects raises :class:`HostRefusedError`.
 
-    Returns the settings that the node will have.
+    Returns the settings that the node will have, and what it joins a cluster with.
     """
-    settings, prerequisites = check_prerequisites(context, arguments, target.record)
+    chosen, prerequisites = check_prerequisites(context, arguments, target.record)
     findings = preflight.check_host(
         context.host,
         needs=node_script.needs(context, target.placement) if target.placement else (),
-        units=(*UNITS, persistence.UNIT),
+        units=(*EVERY_UNIT, persistence.UNIT),
         skip=arguments.skip_check,
         kubelet=target.record.component_version("kubelet"),
     )
@@ -74,7 +74,7 @@ def check_preflight(context: Context, arguments: argparse.Namespace, target: Tar
         if finding.severity == preflight.WARN:
             context.out.warn(f"{finding.check}: {finding.message}; {finding.hint}")
     _refuse(findings)
-    return settings
+    return chosen
 
 
 def check_init(context: Context, skip: Sequence[str]) -> None:
@@ -92,7 +92,7 @@ def check_init(context: Context, skip: Sequence[str]) -> None:
 
 def check_units(context: Context) -> None:
     """A unit that the admin masked cannot start again: raises :class:`HostRefusedError` before it is stopped."""
-    _refuse(preflight.check_masked(context.host, (*UNITS, persistence.UNIT)))
+    _refuse(preflight.check_masked(context.host, (*EVERY_UNIT, persistence.UNIT)))
 
 
 def _refuse(findings: Sequence[preflight.Finding]) -> None:

@@ -16,7 +16,7 @@ from stratum import lock
 from stratum.errors import AlreadyRunningError, StratumError, system_error
 from stratum.host.notify import Watchdog
 from stratum.node.pulse import Pulse
-from stratum.node.stack import UNITS, Stack
+from stratum.node.stack import Stack
 from stratum.scripts.context import Context
 from stratum.scripts.drift import Drift, Trouble
 
@@ -86,10 +86,11 @@ class Watch:
     # -- units --------------------------------------------------------------------------------------
 
     def _tend_units(self) -> Sequence[Trouble]:
-        if self._pulse.beats(UNITS):
+        units = self.stack.units
+        if self._pulse.beats(units):
             return []
         with self._patience():
-            states = self._pulse.ask(UNITS)
+            states = self._pulse.ask(units)
             down = ", ".join(unit for unit, state in states.items() if state.active in _DEAD)
             if not down:
                 return [self._waiting(f"{unit} is {state.active} ({state.sub})") for unit, state in states.items()]

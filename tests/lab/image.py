@@ -9,11 +9,14 @@ import hashlib
 import io
 import json
 import tarfile
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 DEMO_IMAGE = "docker.io/library/busybox:stratum-demo"
+
+#: In place of Kubernetes' own, which Debian has not: it holds a pod's namespaces and does nothing.
+PAUSE_IMAGE = "registry.k8s.io/pause:3.10"
 
 #: A bridge network for containers on a machine of the lab.
 LAB_NETWORK = """{"cniVersion": "0.4.0", "name": "lab", "plugins": [{"type": "bridge", "bridge": "lab0",
@@ -68,17 +71,23 @@ class Image:
 
 
 def busybox_image(
-    busybox: Path, reference: str = DEMO_IMAGE, *, architecture: str = "amd64", note: str = ""
+    busybox: Path,
+    reference: str = DEMO_IMAGE,
+    *,
+    architecture: str = "amd64",
+    note: str = "",
+    command: Sequence[str] = ("/bin/sh",),
 ) -> Image:
     """Make an image of a static busybox.
 
     :param busybox: the program, ``bin/busybox`` of Debian's busybox-static.
     :param note: what ``/etc/note`` says in it; another note is another image.
+    :param command: what a container of it runs.
     """
     layer = _layer(busybox.read_bytes(), note)
     config = {
         "architecture": architecture, "os": "linux",
-        "config": {"Env": ["PATH=/bin"], "Cmd": ["/bin/sh"], "WorkingDir": "/"},
+        "config": {"Env": ["PATH=/bin"], "Cmd": list(command), "WorkingDir": "/"},
         "rootfs": {"type": "layers", "diff_ids": [f"sha256:{_hex(layer)}"]},
     }
     packed = _json(config)
@@ -87,6 +96,11 @@ def busybox_image(
         "config": _descriptor(_CONFIG, packed), "layers": [_descriptor(_LAYER, layer)],
     }
     return Image(reference, layer, packed, _json(manifest))
+
+
+def pause_image(busybox: Path) -> Image:
+    """Make a stand-in for the pause image: a busybox that waits for its end."""
+    return busybox_image(busybox, PAUSE_IMAGE, command=("/bin/tail", "-f", "/dev/null"))
 
 
 def _layer(busybox: bytes, note: str) -> bytes:

@@ -66,6 +66,12 @@ UNSTABLE = Recipe("unstable", _MACHINE_PACKAGES)
 FIREWALLD = Recipe("bookworm", (*_MACHINE_PACKAGES, "firewalld", "network-manager"))
 SELINUX = Recipe("bookworm", (*_MACHINE_PACKAGES, "selinux-policy-default", "policycoreutils"), labelled=True)
 
+#: What the stand-ins for a kubelet, an API server and CoreDNS are written with, and a resolver with a stub.
+KUBERNETES = Recipe(
+    "bookworm",
+    (*_MACHINE_PACKAGES, "python3-yaml", "python3-grpcio", "python3-cryptography", "systemd-resolved", "conntrack"),
+)
+
 #: Roots with nothing but a Python: 3.9, 3.11, 3.13 and the newest that Debian has.
 PYTHON_ROOTS = tuple(
     Recipe(suite, ("python3-minimal", "libpython3-stdlib"), machine=False)

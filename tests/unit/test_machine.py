@@ -17,6 +17,7 @@ from stratum.errors import ExitCode, HostRefusedError, NotInstalledError, NotRoo
 from stratum.lock import hold_lock
 from stratum.node.layout import Layout
 from stratum.node.stack import Stack
+from stratum.node.units import EVERY_UNIT
 from stratum.output import Output
 from stratum.scripts import supervise
 from stratum.scripts.context import Context
@@ -282,7 +283,7 @@ def test_uninstall_stops_disarmed_in_order_and_leaves_no_trace(
         f"systemctl stop {CONTAINERD}",
         f"systemctl stop {SUPERVISOR}",
         "systemctl daemon-reload",
-        f"systemctl reset-failed {SUPERVISOR} {CONTAINERD}",
+        " ".join(("systemctl reset-failed", SUPERVISOR, *EVERY_UNIT)),
     ]
     assert snapshot(root) == before
     assert desk.run(machine, "uninstall").text.startswith("nothing to remove")

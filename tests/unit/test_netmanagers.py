@@ -77,7 +77,8 @@ def test_networkmanager_gets_a_file_and_reads_it(host: MachineHost) -> None:
     (section,) = parsed.sections()
     assert section.startswith("device"), "no list of somebody else's is replaced"
     assert parsed[section]["managed"] == "0"
-    assert parsed[section]["match-device"] == "interface-name:stratum0,interface-name:veth????????"
+    names = parsed[section]["match-device"].split(",")
+    assert names == [f"interface-name:{name}" for name in ("stratum0", "veth????????", "stratum-dns0")]
     host.commands.clear()
     assert apply(host) == ([], [])
     assert host.commands == [], "a second time nothing is reloaded"
@@ -94,10 +95,10 @@ def test_systemd_networkd_gets_a_file_that_comes_before_all_others(host: Machine
 
 @pytest.mark.parametrize(
     ("name", "ours"),
-    [("stratum0", True), ("veth1a2b3c4d", True), ("vethlan", False), ("veth0", False), ("eth0", False),
-     ("stratum01", False), ("docker0", False)],
+    [("stratum0", True), ("stratum-dns0", True), ("veth1a2b3c4d", True), ("vethlan", False), ("veth0", False),
+     ("eth0", False), ("stratum01", False), ("docker0", False)],
 )  # fmt: skip
-def test_only_the_bridge_and_what_the_cni_plugin_names_is_matched(name: str, ours: bool) -> None:
+def test_only_our_interfaces_and_what_the_cni_plugin_names_are_matched(name: str, ours: bool) -> None:
     text = netmanagers.render_networkd(BRIDGE).decode()
     globs = next(line for line in text.splitlines() if line.startswith("Name=")).partition("=")[2].split()
     assert any(fnmatch.fnmatchcase(name, glob) for glob in globs) is ours

@@ -25,6 +25,7 @@ from stratum.host.profiles import BASE_PATH, PROFILES
 from stratum.node.layout import Layout
 from stratum.node.settings import SETTINGS_PATH, Settings, read_settings
 from stratum.node.stack import Stack
+from stratum.node.units import SYSTEMD_DIR, UNIT_KUBELET_LAUNCH_CHECK, UNIT_LOCALDNS, UNIT_LOCALDNS_NETWORK
 from stratum.output import Output
 from stratum.scripts import supervise
 from stratum.scripts.context import Context
@@ -185,7 +186,12 @@ def test_a_kubernetes_node_gets_modules_sysctls_and_no_swap_now_and_at_boot(
     listed = [line for line in drop_in(host, modules.LOAD_FILE).read_text().splitlines() if not line.startswith("#")]
     assert listed == ["overlay", "br_netfilter", "nf_conntrack"]
     assert drop_in(host, BASE_PATH).exists() and drop_in(host, PROFILES["cis"].path).exists()
-    assert read_settings(host) == Settings(NodeSpec(profile="cis"), "192.0.2.10")
+    sources = {
+        "profile": "option --profile",
+        "nodeIP": "detected: the only global IPv4 address, on eth0",
+        "nodeName": "the host's name",
+    }
+    assert read_settings(host) == Settings(NodeSpec(profile="cis"), "192.0.2.10", "node", sources)
     again = desk.up(host, bundle)
     assert again.text.startswith("nothing to do\n")
 
@@ -252,7 +258,7 @@ def test_a_tree_gets_the_files_and_its_address_at_the_first_start(desk: Desk, tm
     tree = Host(str(root), {})
     assert desk.up(tree, bundle, "--profile", "cis").status == ExitCode.DONE
     assert b"# off by stratum: " in (root / "etc/fstab").read_bytes()
-    assert read_settings(tree) == Settings(NodeSpec(profile="cis"))
+    assert read_settings(tree) == Settings(NodeSpec(profile="cis"), sources={"profile": "option --profile"})
     assert desk.run(tree, "uninstall").status == ExitCode.DONE
     assert (root / "etc/fstab").read_bytes() == FSTAB
 
@@ -322,9 +328,9 @@ def test_an_address_of_no_use_is_a_usage_error_before_anything_is_written(
 def test_the_families_of_the_cluster_decide_and_are_recorded(desk: Desk, host: KubernetesHost, bundle: Path) -> None:
     host.addresses = {"eth0": ["10.0.2.15/24", "2001:db8::10/64"]}
     desk.up(host, bundle, "--cluster-cidr", "fd00:1::/56,fd00:2::/112")
-    assert read_settings(host) == Settings(
-        NodeSpec(network=Network(cluster_cidrs=("fd00:1::/56", "fd00:2::/112"))), "2001:db8::10"
-    )
+    settings = read_settings(host)
+    assert settings.spec == NodeSpec(network=Network(cluster_cidrs=("fd00:1::/56", "fd00:2::/112")))
+    assert settings.node_ip == "2001:db8::10"
     assert desk.up(host, bundle).text.startswith("nothing to do\n")
 
 
@@ -372,6 +378,9 @@ def test_the_footprint_is_what_up_writes_outside_of_our_directories(
     # What only a machine with real programs writes: containers, firewalld, the unpacking, a running uninstall.
     elsewhere = {"/run/containerd/", "/var/lib/cni/results/*", "/etc/firewalld/zones/trusted.xml*"}
     elsewhere |= {str(persistence.OVERRIDE), "/usr/local/lib/stratum/runtime/"}
+    # What only a configuration asks for.
+    for unit in (UNIT_LOCALDNS, UNIT_LOCALDNS_NETWORK, UNIT_KUBELET_LAUNCH_CHECK):
+        elsewhere |= {f"{SYSTEMD_DIR}/{unit}", f"{SYSTEMD_DIR}/{unit}.d/*"}
     elsewhere |= {f"/etc/systemd/system/{name}" for name in swapunits.SERVICES if name != "zramswap.service"}
     assert {place.path for place in footprint() if not any(map(place.holds, written))} == elsewhere
     desk.run(host, "uninstall")

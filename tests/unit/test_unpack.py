@@ -546,6 +546,11 @@ def test_a_staging_directory_that_is_not_empty_is_not_overwritten(sandbox: Sandb
     assert "unpack-failed" in sandbox.refusal(Layer(GOOD))
 
 
+def test_what_others_lie_below_cannot_be_another_thing_than_a_directory(sandbox: Sandbox) -> None:
+    above = [Entry("d/d", flag=b"2", link="../a"), Entry("d", flag=b"2", link="a")]
+    assert "d is a symlink, and others lie below it" in sandbox.refusal(Layer(above))
+
+
 # -- fuzzing --------------------------------------------------------------------------------------------
 
 

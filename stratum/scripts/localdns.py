@@ -1,0 +1,129 @@
+"""LocalDNS, joined from its parts: the host's DNS servers and network, the node's CoreDNS."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from stratum import systemd
+from stratum.host import localdnsnet, resolvers
+from stratum.node import localdns
+from stratum.node.layout import Layout
+from stratum.node.settings import Settings
+from stratum.node.versions import VersionRecord
+from stratum.steps import Action, Call, Work, withdraw
+from stratum.system import Host
+
+__all__ = [
+    "bring_down",
+    "bring_up",
+    "drift",
+    "plan_configuration",
+    "plan_network",
+    "plan_teardown",
+    "plan_withdrawal",
+    "supervisor_path",
+    "upstreams_of",
+    "wanted",
+]
+
+
+def wanted(settings: Settings, record: VersionRecord) -> bool:
+    """Whether this node has a LocalDNS: the configuration asks for it, and the version has a CoreDNS."""
+    return settings.spec.local_dns.enabled and record.component_version(localdns.COMPONENT) is not None
+
+
+def supervisor_path(layout: Layout) -> str:
+    """What ``UnitSpec.localdns`` is: the script of the active version, through the link."""
+    return str(layout.current_link / localdns.SUPERVISOR)
+
+
+def upstreams_of(host: Host, settings: Settings) -> tuple[str, ...]:
+    """The servers that LocalDNS asks: those of the configuration, else the host's own. Empty when there are none.
+
+    Raises :class:`StratumError` for a server in the configuration that is none, or is this host itself.
+    """
+    given, own = settings.spec.local_dns.upstream, (settings.spec.local_dns.address,)
+    if given:
+        return tuple(dict.fromkeys(resolvers.check_server(server, own) for server in given))[: resolvers.SERVERS_MAX]
+    found = resolvers.find_upstreams(host, own)
+    return found.servers if found else ()
+
+
+def plan_configuration(work: Work, settings: Settings) -> list[Action]:
+    """The Corefile and the unit of the network; both before systemd reads its units again."""
+    address = localdnsnet.check_address(settings.spec.local_dns.address)
+    return [
+        *localdns.plan_localdns(work, settings, upstreams_of(work.host, settings)),
+        *localdnsnet.plan_network_unit(work, address),
+    ]
+
+
+def plan_network(host: Host, settings: Settings) -> list[Action]:
+    """Start the unit of the network, or put right what somebody took away of it; before LocalDNS starts.
+
+    Started by itself, and not only as what LocalDNS requires: then an error quotes the journal that says why.
+    """
+    address = localdnsnet.check_address(settings.spec.local_dns.address)
+    state = systemd.read_units(host, [localdnsnet.UNIT])[localdnsnet.UNIT]
+    if state.active != "active":
+        return [Call("start", localdnsnet.UNIT, lambda: systemd.start_unit(host, localdnsnet.UNIT))]
+    return localdnsnet.plan_network(host, address)
+
+
+def plan_teardown(work: Work) -> list[Action]:
+    """What ends the network of LocalDNS, on a node that has none any more or is taken off. LocalDNS has stopped.
+
+    The unit file is left to the receipt's removal, or to :func:`plan_withdrawal` on a node that goes on.
+    """
+    host = work.host
+    actions: list[Action] = []
+    if host.lexists(localdnsnet.UNIT_PATH):
+        state = systemd.read_units(host, [localdnsnet.UNIT])[localdnsnet.UNIT]
+        if state.active not in ("inactive", "failed"):
+            actions.append(Call("stop", localdnsnet.UNIT, lambda: systemd.stop_unit(host, localdnsnet.UNIT)))
+    # Of a unit that failed, or whose file somebody deleted; after the stop nothing is left to do.
+    if localdnsnet.plan_network_removal(host):
+        what = f"{localdnsnet.INTERFACE} and its rules"
+        actions.append(Call("remove", what, lambda: bring_down(host)))
+    return actions
+
+
+def plan_withdrawal(work: Work) -> list[Action]:
+    """On a node that goes on without LocalDNS: its network, and its files. systemd must be told to read its units."""
+    paths = [path for path in (localdnsnet.UNIT_PATH, localdns.COREFILE) if work.receipt.get(path) is not None]
+    files = [Call("remove", str(path), lambda path=path: withdraw(work, path)) for path in paths]  # type: ignore[misc]
+    return [*plan_teardown(work), *files]
+
+
+def bring_up(host: Host, address: str) -> list[str]:
+    """Make the interface and the rules now; what was done, in words. Raises :class:`StratumError`."""
+    return _perform(localdnsnet.plan_network(host, address))
+
+
+def bring_down(host: Host) -> list[str]:
+    """Take them away now; what was done, in words. Raises CommandError."""
+    return _perform(localdnsnet.plan_network_removal(host))
+
+
+def _perform(actions: Sequence[Action]) -> list[str]:
+    # These change the running kernel only, which no receipt records.
+    done = []
+    for action in actions:
+        assert isinstance(action, Call)
+        action.function()
+        done.append(action.describe())
+    return done
+
+
+def drift(host: Host, settings: Settings, *, ask: bool = False) -> list[str]:
+    """What is wrong with LocalDNS's files on a node that has it, in words; :func:`plan_configuration` puts it right.
+
+    It reads a few small files. With ``ask`` the network is looked at too, which starts programs;
+    :func:`plan_network` puts that right.
+    """
+    differs = localdns.corefile_differs(host, settings, upstreams_of(host, settings))
+    found = [differs] if differs else []
+    if ask:
+        missing = localdnsnet.plan_network(host, settings.spec.local_dns.address)
+        found += [f"LocalDNS's network is not whole: {action.subject}" for action in missing]
+    return found
