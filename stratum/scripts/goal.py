@@ -5,11 +5,13 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Optional
 
+from stratum.config import WORKER
 from stratum.node.layout import Layout
 from stratum.node.settings import Settings, read_settings
-from stratum.node.stackspec import unit_spec
+from stratum.node.stackspec import is_kubernetes_node, unit_spec
 from stratum.node.units import UnitSpec
 from stratum.node.versions import VersionRecord, read_record
+from stratum.scripts.runtime import gpu_setup
 
 __all__ = ["Goal", "goal_in_force"]
 
@@ -24,12 +26,16 @@ class Goal:
 
     @property
     def bridged(self) -> bool:
-        """Whether the node has the bridge network."""
-        return "bridge" in self.plugins
+        """Whether the node has the bridge network: a worker's cluster brings a network of its own."""
+        if "bridge" not in self.plugins:
+            return False
+        spec = self.settings.spec
+        worker = is_kubernetes_node(self.record) and spec.role == WORKER
+        return not worker if spec.network.bridge is None else spec.network.bridge
 
     def unit_spec(self, layout: Layout) -> UnitSpec:
         """What its units are rendered from."""
-        return unit_spec(layout, self.record, self.settings)
+        return unit_spec(layout, self.record, self.settings, gpu_setup=gpu_setup(layout.host, self.settings))
 
 
 def goal_in_force(layout: Layout, version: Optional[str] = None) -> Optional[Goal]:

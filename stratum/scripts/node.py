@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
-from typing import Optional
+from typing import Callable, Optional
 
 from stratum import boot, systemd
 from stratum.bundle.images import IMAGES_DIRECTORY
@@ -24,6 +24,7 @@ from stratum.node.versions import VersionRecord, assemble, differences, outdated
 from stratum.receipt import STATE_DIRECTORY, Entry
 from stratum.scripts.context import Context
 from stratum.scripts.goal import Goal
+from stratum.scripts.runtime import plan_runtime
 from stratum.staging import OWN_ROOT
 from stratum.steps import Action, Call, Command, PlaceLink, SetMode, Work, plan_directory, plan_file, withdraw
 from stratum.system import HostPath
@@ -135,9 +136,10 @@ def plan_version(work: Work, layout: Layout, record: VersionRecord) -> list[Acti
     return []
 
 
-def plan_configuration(work: Work, goal: Goal) -> list[Action]:
-    """The configuration of each program of the stack, in the format of its release."""
-    return plan_file(work, containerd.CONFIG_PATH, containerd.render_config(containerd_version(goal.record)))
+def plan_configuration(work: Work, goal: Goal, warn: Optional[Callable[[str], object]] = None) -> list[Action]:
+    """The configuration of each program of the stack, in the format of its release; ``warn`` as in plan_runtime."""
+    containerd_version(goal.record)
+    return plan_runtime(work, goal.record, goal.settings, warn)
 
 
 def containerd_version(record: VersionRecord) -> str:

@@ -15,6 +15,7 @@ from stratum.scripts import images as image_script
 from stratum.scripts import prerequisites
 from stratum.scripts import stack as stack_script
 from stratum.scripts.context import Context
+from stratum.scripts.goal import Goal
 from stratum.scripts.recover import recover
 from stratum.scripts.run import load_work, perform
 from stratum.scripts.watch import PATIENCE, Watch
@@ -36,7 +37,7 @@ def _active(stack: Stack) -> VersionRecord:
 
 def _host_steps(context: Context, work: Work, stack: Stack, settings: Settings, record: VersionRecord) -> list[Step]:
     """What the host must be, in order: the same steps at each start and when something came undone."""
-    bridged = "bridge" in stack.layout.plugins(record.version)
+    bridged = Goal(record, stack.layout.plugins(record.version), settings).bridged
     return [
         *prerequisites.prerequisite_steps(context, work, settings, record, bridged=bridged),
         *prerequisites.label_steps(context, work, settings),
