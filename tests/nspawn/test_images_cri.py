@@ -35,7 +35,7 @@ MANIFEST = "application/vnd.oci.image.manifest.v1+json"
 class Inside(Host):
     """A host whose files are a tree here, and whose commands run in a machine."""
 
-    machine: Optional[NspawnMachine] = None
+    lab: Optional[NspawnMachine] = None
 
     def monotonic(self) -> float:
         return time.monotonic()
@@ -55,11 +55,11 @@ class Inside(Host):
         env: Optional[Mapping[str, str]] = None,
         feed: Optional[Callable[[BinaryIO], None]] = None,
     ) -> Completed:
-        assert self.machine is not None
+        assert self.lab is not None
         pipe = io.BytesIO()
         if feed:
             feed(pipe)
-        ran = self.machine.run(argv, timeout=timeout, check=False, input=pipe.getvalue())
+        ran = self.lab.run(argv, timeout=timeout, check=False, input=pipe.getvalue())
         done = Completed(tuple(argv), ran.status, ran.raw_stdout, ran.raw_stderr)
         if check and ran.status:
             raise command_failure(done)
@@ -88,7 +88,7 @@ def test_the_kubelet_sees_imported_images_at_once_and_as_pinned_where_the_releas
     start = ["systemd-run", "--unit=node-containerd", "/opt/lab/containerd", "--config", str(containerd.CONFIG_PATH)]
     machine.run(start)
 
-    host = Inside(str(tmp_path), machine=machine)
+    host = Inside(str(tmp_path), lab=machine)
     for digits, blob in demo_image.blobs().items():
         put(host, str(IMAGES_DIRECTORY / "blobs/sha256" / digits), blob)
     top = {
