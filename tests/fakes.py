@@ -142,6 +142,8 @@ class MachineHost(FaultHost):
     commands: list[str] = field(default_factory=list)
     failing: dict[str, int] = field(default_factory=dict)
     images: dict[str, str] = field(default_factory=dict)
+    image_labels: dict[str, set[str]] = field(default_factory=dict)
+    image_namespaces: dict[str, str] = field(default_factory=dict)
     silent: bool = False  # containerd starts and never answers
     chains: dict[str, list[str]] = field(default_factory=dict)  # of the firewall, in the table nat
     sockets: set[str] = field(default_factory=set)  # where somebody else listens
@@ -317,8 +319,9 @@ class MachineHost(FaultHost):
         if argv == ["--version"]:
             return 0, "ctr 1.7.24"
         words = argv[2:]  # behind --address
+        namespace = "default"
         if words[0] == "--namespace":
-            words = words[2:]
+            namespace, words = words[1], words[2:]
         if words == ["namespaces", "list", "--quiet"]:
             return 0, "default\n"
         if words[:2] == ["images", "import"]:
@@ -329,10 +332,23 @@ class MachineHost(FaultHost):
                 member = archive.extractfile("index.json")
                 assert member is not None
                 for item in json.load(member)["manifests"]:
-                    self.images[item["annotations"]["io.containerd.image.name"]] = item["digest"]
+                    name = item["annotations"]["io.containerd.image.name"]
+                    self.images[name] = item["digest"]
+                    self.image_namespaces[name] = namespace
+                    # CRI takes notice of an image in its own namespace, and in no other.
+                    self.image_labels[name] = {"io.cri-containerd.image=managed"} if namespace == "k8s.io" else set()
             return 0, ""
+        if words[:2] == ["images", "label"]:
+            if self.image_namespaces.get(words[2], "default") != namespace or words[2] not in self.images:
+                return 1, ""
+            self.image_labels.setdefault(words[2], set()).update(words[3:])
+            return 0, words[2]
         if words[:2] == ["images", "list"]:
-            return 0, "REF TYPE DIGEST\n" + "".join(f"{name} t {digest}\n" for name, digest in self.images.items())
+            return 0, "REF TYPE DIGEST SIZE PLATFORMS LABELS\n" + "".join(
+                f"{name} t {digest} 1.0 MiB linux/amd64 {','.join(sorted(self.image_labels.get(name, ()))) or '-'}\n"
+                for name, digest in self.images.items()
+                if self.image_namespaces.get(name, "default") == namespace
+            )
         return 0, ""
 
     def _umount(self, argv: list[str], _data: bytes) -> tuple[int, str]:

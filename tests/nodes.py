@@ -102,7 +102,7 @@ class State:
                 made[info.st_ino] = path
 
 
-REMEMBERED = ("units", "images", "running", "journals", "tables", "clock")
+REMEMBERED = ("units", "images", "image_labels", "image_namespaces", "running", "journals", "tables", "clock")
 
 
 @dataclass

@@ -33,7 +33,16 @@ from stratum.errors import BundleError
 from stratum.staging import make_private
 from stratum.system import Host, HostPath
 
-__all__ = ["IMAGES_DIRECTORY", "Image", "ImageStore", "Importer", "list_images", "reap_blobs", "write_image_tar"]
+__all__ = [
+    "IMAGES_DIRECTORY",
+    "Image",
+    "ImageStore",
+    "Importer",
+    "image_name",
+    "list_images",
+    "reap_blobs",
+    "write_image_tar",
+]
 
 IMAGES_DIRECTORY = HostPath("/var/lib/stratum/images")
 _DEPTH_MOST = 4  # an index in an index in an index: nobody nests deeper

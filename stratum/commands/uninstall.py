@@ -39,6 +39,7 @@ from stratum.scripts import stack as stack_script
 from stratum.scripts.context import Context, add_dry_run, add_output, add_root
 from stratum.scripts.recover import recover
 from stratum.scripts.run import ignore_signals, load_work, perform, report
+from stratum.scripts.runtime import plan_cdi_removal
 from stratum.steps import Action, Call, Outcome, RemoveDirectory, RemoveFile, RemoveTree, Step, Work
 from stratum.system import HostPath
 
@@ -159,7 +160,11 @@ def teardown_steps(context: Context, work: Work, stack: Stack) -> list[Step]:
         Step("disarm", "keep the supervisor from coming back", lambda: plan_disarm(context)),
         *stack_script.stop_steps(stack, tuple(reversed(EVERY_UNIT)), containers=True, warn=context.out.warn),
         *([Step("slice", "remove the pods' slice", lambda: plan_slice(context))] if had_kubelet(work) else []),
-        Step("traces", "remove what dead containers left in /run", lambda: plan_traces(context.host)),
+        Step(
+            "traces",
+            "remove what dead containers left in /run",
+            lambda: [*plan_traces(context.host), *plan_cdi_removal(work)],
+        ),
         Step(
             "unmount",
             "take away mounts below Stratum's directories",

@@ -28,6 +28,7 @@ __all__ = [
     "STATE_ROOT",
     "ContainerdOptions",
     "Ctr",
+    "ImageState",
     "Task",
     "find_sandbox_image",
     "overriding_fragments",
@@ -47,6 +48,12 @@ KUBERNETES_NAMESPACE = "k8s.io"
 # Files of the admin's, which containerd reads after ours.
 FRAGMENT_DIR = HostPath("/etc/stratum/containerd/conf.d")
 REGISTRY_DIR = HostPath("/etc/stratum/containerd/certs.d")
+# What CRI marks its images with: it lists those alone (containerd internal/cri/labels).
+MANAGED_LABEL = "io.cri-containerd.image=managed"
+# The kubelet's garbage collection spares an image with it. Known to CRI since 1.7.3; 1.6 has nothing of the kind.
+PINNED_LABEL = "io.cri-containerd.pinned=pinned"
+# Where containerd keeps the names of images, containers and leases: it changes with each of them.
+DATABASE = DATA_ROOT / "io.containerd.metadata.v1.bolt/meta.db"
 CDI_SPEC_DIRS = ("/etc/cdi", "/var/run/cdi")
 CNI_CONF_DIR = HostPath("/etc/cni/net.d")
 CNI_BIN_DIR = HostPath("/opt/cni/bin")
@@ -221,6 +228,11 @@ def find_sandbox_image(names: Iterable[str]) -> Optional[str]:
     return found[0] if found else None
 
 
+def image_labels(containerd_version: str) -> frozenset[str]:
+    """The labels of an image that the kubelet must see and must not remove; a 1.6 cannot keep it from removing it."""
+    return frozenset({MANAGED_LABEL, PINNED_LABEL} if _release(containerd_version) >= (1, 7) else {MANAGED_LABEL})
+
+
 def _repository(name: str) -> str:
     """An image's name without digest and tag (OCI distribution-spec 1.1, "Pulling manifests")."""
     path = name.partition("@")[0]
@@ -236,6 +248,14 @@ class Task:
     container: str
     pid: int
     status: str
+
+
+@dataclass(frozen=True)
+class ImageState:
+    """An image as containerd has it: what its name stands for, and its labels as ``key=value``."""
+
+    digest: str
+    labels: frozenset[str] = frozenset()
 
 
 @dataclass(frozen=True)
@@ -297,15 +317,21 @@ class Ctr:
                 found.append(Task(namespace, words[0], int(words[1]), words[2]))
         return found
 
-    def images(self, namespace: str) -> dict[str, str]:
-        """The images of a namespace: name and digest of each."""
+    def images(self, namespace: str) -> dict[str, ImageState]:
+        """The images of a namespace, by name."""
         found = {}
         for line in self.run("--namespace", namespace, "images", "list").text.splitlines()[1:]:
             words = line.split()
             digest = next((word for word in words if word.startswith("sha256:")), None)
             if words and digest:
-                found[words[0]] = digest
+                # The last column: key=value,key=value, or - for none.
+                labels = frozenset(words[-1].split(",")) if "=" in words[-1] else frozenset()
+                found[words[0]] = ImageState(digest, labels)
         return found
+
+    def label_image(self, namespace: str, name: str, labels: Iterable[str]) -> None:
+        """Add ``labels`` (``key=value``) to an image; raises :class:`CommandError`."""
+        self.run("--namespace", namespace, "images", "label", name, *labels)
 
     def import_image(self, namespace: str, platform: str, feed: Callable[[BinaryIO], None]) -> None:
         """Import an OCI layout as a tar, which ``feed`` writes; raises :class:`CommandError`."""

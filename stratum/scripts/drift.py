@@ -1,7 +1,8 @@
 """What came undone on a host that was made fit for a node. It looks, says what it saw, and changes nothing.
 
 A look reads a few small files. The directories of settings are read when a live value differs, and the firewall is
-asked, which starts programs, when its rules have a new generation or firewalld was started anew.
+asked, which starts programs, when its rules have a new generation or firewalld was started anew. containerd is asked
+for the bundle's images when its database has changed.
 """
 
 from __future__ import annotations
@@ -17,11 +18,12 @@ from stratum.host.addresses import read_network
 from stratum.host.finding import Finding
 from stratum.host.nodeip import check_pinned
 from stratum.host.profiles import find_profile
-from stratum.node import cni
+from stratum.node import cni, containerd
 from stratum.node.settings import Settings, read_settings
 from stratum.node.stack import Stack
 from stratum.node.stackspec import is_kubernetes_node
 from stratum.node.versions import VersionRecord, read_record
+from stratum.scripts import images
 from stratum.scripts.context import Context
 from stratum.scripts.prerequisites import base_sysctls
 from stratum.scripts.run import load_work
@@ -30,6 +32,7 @@ __all__ = ["Drift", "Trouble"]
 
 _ADDRESS_EVERY = 60.0  # seconds: a host with many containers has many addresses
 _FIREWALL_EVERY = 30.0  # at most: where many containers start and end, the rules change all the time
+_IMAGES_EVERY = 60.0  # at most: the database changes with each container too
 _FIREWALL_BLIND = 300.0  # where the kernel does not say that rules have changed
 
 _AGAIN = "find out who takes it away, then run: stratum up"
@@ -60,6 +63,9 @@ class Drift:
     _stamp: Optional[tuple[str, Optional[int]]] = field(default=None, init=False)
     _asked: Optional[float] = field(default=None, init=False)
     _rounds: int = field(default=0, init=False)
+    _database: Optional[tuple[int, int]] = field(default=None, init=False)
+    _listed: float = field(default=0.0, init=False)
+    _wanted: tuple[str, dict[str, str]] = field(default=("", {}), init=False)
 
     def find(self, *, ask: bool = False) -> list[Trouble]:
         """What is wrong now; with ``ask`` the firewall too is asked anew. Raises StratumError, OSError."""
@@ -72,7 +78,7 @@ class Drift:
             troubles += [*self._swap(), *self._address(settings)]
         if cni.subnet_in_force(self.context.host) is not None:
             troubles += [*self._forwarding(record), *self._firewall(ask)]
-        return troubles
+        return [*troubles, *self._images(record, ask)]
 
     def _current(self) -> Optional[VersionRecord]:
         version = self.stack.layout.current()
@@ -85,6 +91,31 @@ class Drift:
         if name not in self._found or self._found[name][0] != state:
             self._found[name] = (state, list(explain()))
         return self._found[name][1]
+
+    # -- images -------------------------------------------------------------------------------------
+
+    def _images(self, record: VersionRecord, ask: bool) -> list[Trouble]:
+        """Images of the version that are no more; the first look is the measure, after a bring-up that saw to them."""
+        host, known = self.context.host, self._found.get("images", (None, []))[1]
+        if not record.images or not host.exists(containerd.DATABASE):
+            return []
+        info = host.stat(containerd.DATABASE)
+        stamp = (info.st_mtime_ns, info.st_size)
+        if self._database is None:
+            self._database = stamp
+        due = host.monotonic() - self._listed >= _IMAGES_EVERY or (ask and known)
+        # What is down cannot be asked; the units are looked after elsewhere.
+        if stamp == self._database or not due or not host.listens(containerd.ADDRESS):
+            return known
+        self._database, self._listed = stamp, host.monotonic()
+        if self._wanted[0] != record.version:
+            self._wanted = (record.version, images.image_digests(host, record))
+        with self.patience():
+            missing = images.find_missing(self.stack, record, self._wanted[1])
+        what = "image {} was removed from containerd, or lost the marks that keep it there"
+        again = "find out who removes it; on a full disk the kubelet does"
+        self._found["images"] = (None, [Trouble(what.format(name), again, ours=True) for name in missing])
+        return self._found["images"][1]
 
     # -- settings of the kernel ---------------------------------------------------------------------
 

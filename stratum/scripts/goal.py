@@ -12,6 +12,7 @@ from stratum.node.settings import Settings, read_settings
 from stratum.node.stackspec import is_kubernetes_node, serves_dns, unit_spec
 from stratum.node.units import UnitSpec
 from stratum.node.versions import VersionRecord, read_record
+from stratum.scripts.runtime import gpu_setup
 
 __all__ = ["Goal", "goal_in_force"]
 
@@ -40,7 +41,7 @@ class Goal:
 
     def unit_spec(self, layout: Layout) -> UnitSpec:
         """What its units are rendered from."""
-        return unit_spec(layout, self.record, self.settings)
+        return unit_spec(layout, self.record, self.settings, gpu_setup=gpu_setup(layout.host, self.settings))
 
 
 def goal_in_force(layout: Layout, version: Optional[str] = None) -> Optional[Goal]:

@@ -1,27 +1,113 @@
-"""Importing the bundle's container images into containerd."""
+"""Importing the bundle's container images into containerd, and keeping them there.
+
+On a Kubernetes node they go where CRI keeps its own, marked so that the kubelet sees them and its garbage collection
+spares them. containerd 1.6 has no such mark: what the kubelet removes there, the watch imports again.
+"""
 
 from __future__ import annotations
 
 import functools
+from collections.abc import Iterable, Mapping
+from typing import Optional
 
-from stratum.bundle.images import IMAGES_DIRECTORY, Image, ImageStore, write_image_tar
+from stratum.bundle.images import IMAGES_DIRECTORY, Image, ImageStore, image_name, write_image_tar
 from stratum.bundle.oci import Descriptor
 from stratum.errors import CommandError, StratumError
+from stratum.host.finding import WARN, Finding
 from stratum.node import containerd
+from stratum.node.containerd import ImageState
 from stratum.node.stack import Stack
 from stratum.node.versions import VersionRecord, read_record
 from stratum.scripts.context import Context
 from stratum.steps import Action, Call, Step, Work
+from stratum.system import Host
 
-__all__ = ["import_now", "import_steps"]
+__all__ = [
+    "check_sandbox",
+    "find_missing",
+    "image_digests",
+    "import_now",
+    "import_steps",
+    "namespace_of",
+    "plan_import",
+    "sandbox_image",
+]
+
+_MARK_WAIT = 10.0  # seconds that CRI has to take notice of a new image
+_MARK_POLL = 0.1
+
+
+def namespace_of(record: VersionRecord) -> str:
+    """The namespace of containerd's that the version's images go into: CRI's own where there is a kubelet."""
+    return containerd.KUBERNETES_NAMESPACE if record.component_version("kubelet") else containerd.NAMESPACE
+
+
+def _labels_of(record: VersionRecord) -> frozenset[str]:
+    if namespace_of(record) != containerd.KUBERNETES_NAMESPACE:
+        return frozenset()
+    return containerd.image_labels(record.component_version("containerd") or "")
+
+
+def _names(record: VersionRecord) -> list[str]:
+    """The names that the images of a version will have in containerd."""
+    return [image_name(top, top) for top in map(Descriptor.from_json, record.images)]
+
+
+def sandbox_image(record: VersionRecord) -> str:
+    """The image that pods get their namespaces from; empty for a container host, and for a bundle without one.
+
+    Raises :class:`BundleError` for a bundle with two.
+    """
+    if record.component_version("kubelet") is None:
+        return ""
+    return containerd.find_sandbox_image(_names(record)) or ""
+
+
+def check_sandbox(record: VersionRecord) -> list[Finding]:
+    """A kubelet without an image for the sandbox needs a registry for each pod. Raises as :func:`sandbox_image`."""
+    if record.component_version("kubelet") is None or sandbox_image(record):
+        return []
+    return [
+        Finding(
+            "sandbox-image",
+            WARN,
+            "the bundle has a kubelet and no image called pause, so that pods start only where a registry is reached",
+            "add the pause image to the bundle's definition, or a mirror that has it to containerd.registries",
+        )
+    ]
+
+
+def image_digests(host: Host, record: VersionRecord) -> dict[str, str]:
+    """Name and digest of the version's images as containerd must have them; manifests are read, and nothing else.
+
+    Images whose manifests are not here are left out: there is nothing to import them from.
+    """
+    store = ImageStore(host)
+    found: dict[str, str] = {}
+    for top in map(Descriptor.from_json, record.images):
+        try:
+            found.update({image.name: image.manifest.digest for image in store.images([top])})
+        except StratumError:
+            continue
+    return found
+
+
+def find_missing(stack: Stack, record: VersionRecord, wanted: Mapping[str, str]) -> list[str]:
+    """Those of ``wanted`` (name and digest) that containerd does not have as it should. Raises CommandError."""
+    present, labels = stack.ctr.images(namespace_of(record)), _labels_of(record)
+    return [name for name, digest in wanted.items() if _lacks(present.get(name), digest, labels)]
+
+
+def _lacks(state: Optional[ImageState], digest: str, labels: Iterable[str]) -> bool:
+    return state is None or state.digest != digest or not state.labels.issuperset(labels)
 
 
 def plan_import(context: Context, stack: Stack, record: VersionRecord) -> list[Action]:
-    """Import each image that containerd does not have by that name and digest."""
+    """Import each image that containerd does not have by that name and digest, and mark those that lost their marks."""
     if not record.images:
         return []
-    store = ImageStore(context.host)
-    present = stack.ctr.images(containerd.NAMESPACE) if stack.ctr.answers() else {}
+    store, namespace, labels = ImageStore(context.host), namespace_of(record), _labels_of(record)
+    present = stack.ctr.images(namespace) if stack.ctr.answers() else {}
     actions: list[Action] = []
     for value in record.images:
         top = Descriptor.from_json(value)
@@ -30,9 +116,13 @@ def plan_import(context: Context, stack: Stack, record: VersionRecord) -> list[A
             actions.append(Call("import image", top.name or top.digest, functools.partial(_missing, top)))
             continue
         (image,) = store.images([top])
-        if present.get(image.name) != image.manifest.digest:
-            doing = functools.partial(_import, stack, image, str(store.platform))
+        state, digest = present.get(image.name), image.manifest.digest
+        if state is None or state.digest != digest:
+            doing = functools.partial(_import, stack, namespace, image, str(store.platform), labels)
             actions.append(Call("import image", image.name, doing))
+        elif _lacks(state, digest, labels):
+            marking = functools.partial(_mark, stack, namespace, image.name, labels)
+            actions.append(Call("mark image", image.name, marking))
     return actions
 
 
@@ -44,17 +134,43 @@ def _missing(top: Descriptor) -> None:
     )
 
 
-def _import(stack: Stack, image: Image, platform: str) -> None:
+def _import(stack: Stack, namespace: str, image: Image, platform: str, labels: frozenset[str]) -> None:
     try:
-        stack.ctr.import_image(containerd.NAMESPACE, platform, lambda pipe: write_image_tar(stack.host, image, pipe))
+        stack.ctr.import_image(namespace, platform, lambda pipe: write_image_tar(stack.host, image, pipe))
     except CommandError as error:
         error.hint = f"look for a full or broken disk under {containerd.DATA_ROOT}, and read: stratum logs containerd"
         raise
-    found = stack.ctr.images(containerd.NAMESPACE).get(image.name)
-    if found != image.manifest.digest:
+    state = stack.ctr.images(namespace).get(image.name)
+    if state is None or state.digest != image.manifest.digest:
+        found = state.digest if state else "nothing"
         raise StratumError(
             "image-import",
-            f"image {image.name}: containerd has {found or 'nothing'} after the import, not {image.manifest.digest}",
+            f"image {image.name}: containerd has {found} after the import, not {image.manifest.digest}",
+            hint="read: stratum logs containerd",
+        )
+    if labels:
+        _wait_managed(stack, namespace, image.name)
+        _mark(stack, namespace, image.name, labels)
+
+
+def _wait_managed(stack: Stack, namespace: str, name: str) -> None:
+    """CRI marks a new image as its own by itself, and may take away what was marked before it did."""
+    deadline = stack.host.monotonic() + _MARK_WAIT
+    while stack.host.monotonic() < deadline:
+        state = stack.ctr.images(namespace).get(name)
+        if state is not None and containerd.MANAGED_LABEL in state.labels:
+            return
+        stack.host.sleep(_MARK_POLL)
+
+
+def _mark(stack: Stack, namespace: str, name: str, labels: frozenset[str]) -> None:
+    stack.ctr.label_image(namespace, name, sorted(labels))
+    state = stack.ctr.images(namespace).get(name)
+    lost = labels - (state.labels if state else frozenset())
+    if lost:
+        raise StratumError(
+            "image-mark",
+            f"image {name}: containerd does not keep {', '.join(sorted(lost))}",
             hint="read: stratum logs containerd",
         )
 

@@ -5,11 +5,9 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Optional
 
-from stratum.bundle.oci import Descriptor
 from stratum.host import resolvers
 from stratum.host.finding import REJECT, WARN, Finding
 from stratum.host.kubeletstate import check_kubelet_state
-from stratum.node.containerd import find_sandbox_image
 from stratum.node.kubeconfig import Join, read_join
 from stratum.node.kubelet import KubeletFacts, plan_finish_join, plan_kubelet, read_facts
 from stratum.node.kubeletconfig import CA_FILE, check_kubelet
@@ -23,7 +21,7 @@ from stratum.scripts.settings import Chosen
 from stratum.steps import Action, Work
 from stratum.system import Host
 
-__all__ = ["check_kubernetes", "finish_join", "image_names", "join_of", "plan_files"]
+__all__ = ["check_kubernetes", "finish_join", "join_of", "plan_files"]
 
 
 def join_of(host: Host, chosen: Chosen, record: VersionRecord) -> Optional[Join]:
@@ -62,16 +60,7 @@ def check_kubernetes(context: Context, settings: Settings, record: VersionRecord
         findings.append(
             Finding("localdns", REJECT, "LocalDNS is asked for, and the bundle has no component coredns", hint)
         )
-    if find_sandbox_image(image_names(record)) is None:
-        hint = "build the bundle with the image registry.k8s.io/pause"
-        what = "the bundle has no pause image: containerd pulls its own for the first pod, from a registry"
-        findings.append(Finding("sandbox-image", WARN, what, hint))
     return [*findings, *check_kubelet_state(context.host, Receipt.load(context.host))]
-
-
-def image_names(record: VersionRecord) -> list[str]:
-    """The names of the version's images, as far as they have one."""
-    return [name for name in (Descriptor.from_json(value).name for value in record.images) if name]
 
 
 def plan_files(work: Work, goal: Goal) -> list[Action]:

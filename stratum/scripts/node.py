@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
-from typing import Optional
+from typing import Callable, Optional
 
 from stratum import boot, systemd
 from stratum.bundle.images import IMAGES_DIRECTORY
@@ -14,18 +14,18 @@ from stratum.bundle.verify import VerifiedBundle
 from stratum.errors import BundleError, StratumError
 from stratum.host import persistence, program
 from stratum.host.preflight import Need
-from stratum.node import cni, containerd, proxy, registries
+from stratum.node import cni, containerd, proxy
 from stratum.node.backend import Backend
 from stratum.node.history import note_activation, read_history
 from stratum.node.layout import Layout
 from stratum.node.stack import Stack
-from stratum.node.stackspec import is_kubernetes_node
 from stratum.node.units import UNIT_LOCALDNS, UNIT_LOCALDNS_NETWORK, stack_units
 from stratum.node.versions import VersionRecord, assemble, differences, outdated, read_record, relink, usable_record
 from stratum.receipt import STATE_DIRECTORY, Entry
 from stratum.scripts import kubelet, localdns
 from stratum.scripts.context import Context
 from stratum.scripts.goal import Goal
+from stratum.scripts.runtime import plan_runtime
 from stratum.staging import OWN_ROOT
 from stratum.steps import Action, Call, Command, PlaceLink, SetMode, Work, plan_directory, plan_file, withdraw
 from stratum.system import HostPath
@@ -137,27 +137,20 @@ def plan_version(work: Work, layout: Layout, record: VersionRecord) -> list[Acti
     return []
 
 
-def plan_configuration(work: Work, goal: Goal) -> list[Action]:
-    """The configuration of each program of the stack, in the format of its release.
+def plan_configuration(work: Work, goal: Goal, warn: Optional[Callable[[str], object]] = None) -> list[Action]:
+    """The configuration of each program of the stack, in the format of its release; ``warn`` as in plan_runtime.
 
     Raises :class:`StratumError` for settings that a program would not take, and a worker without a way to join.
     """
-    version, spec = containerd_version(goal.record), goal.settings.spec
+    containerd_version(goal.record)
     actions = [
-        *containerd.plan_configuration(work, version, _containerd_options(goal)),
-        *registries.plan_registries(work, spec.containerd, version),
+        *plan_runtime(work, goal.record, goal.settings, warn),
         *proxy.plan_proxy(work, goal.settings),
         *kubelet.plan_files(work, goal),
     ]
     if goal.serves_dns:
         actions += localdns.plan_configuration(work, goal.settings)
     return list(dict.fromkeys(actions))
-
-
-def _containerd_options(goal: Goal) -> containerd.ContainerdOptions:
-    if not is_kubernetes_node(goal.record):
-        return containerd.ContainerdOptions()
-    return containerd.ContainerdOptions(containerd.find_sandbox_image(kubelet.image_names(goal.record)) or "")
 
 
 def containerd_version(record: VersionRecord) -> str:

@@ -34,6 +34,7 @@ from stratum.node.stackspec import is_kubernetes_node
 from stratum.node.versions import VersionRecord
 from stratum.scripts import kubelet
 from stratum.scripts.context import Context
+from stratum.scripts.runtime import check_runtime
 from stratum.scripts.settings import Chosen, read_join, read_merged
 from stratum.steps import Action, RemoveDirectory, RemoveFile, Step, Work
 from stratum.system import HostPath
@@ -189,6 +190,7 @@ def check_prerequisites(
     if context.host.live:
         findings += selinux.check_policy(context.host, _policy(context, chosen.settings))
         findings += modules.check_modules(context.host, _modules(record), before_loading=True)
+        findings += check_runtime(context.host, record, chosen.settings)
     findings += kubelet.check_kubernetes(context, chosen.settings, record)
     return chosen, [finding for finding in findings if finding.check not in arguments.skip_check]
 

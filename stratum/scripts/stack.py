@@ -82,11 +82,11 @@ def _gate(context: Context, work: Work, stack: Stack, unit: str) -> None:
     stack.note_started(unit)
 
 
-def plan_version_needs(work: Work, stack: Stack, goal: Goal) -> list[Action]:
-    """Settings, configuration and plugin links as ``goal`` needs them."""
+def plan_version_needs(work: Work, stack: Stack, goal: Goal, warn: Optional[Warn] = None) -> list[Action]:
+    """Settings, configuration and plugin links as ``goal`` needs them; ``warn`` hears what a way back goes without."""
     return [
         *plan_settings(work, goal.settings),
-        *node.plan_configuration(work, goal),
+        *node.plan_configuration(work, goal, warn),
         *node.plan_network(work, stack.layout, goal),
     ]
 
@@ -98,7 +98,8 @@ def _plan_configure(context: Context, work: Work, stack: Stack, goal: Goal) -> l
 
 
 def _configure(context: Context, work: Work, stack: Stack, goal: Goal) -> None:
-    for action in _plan_configure(context, work, stack, goal):
+    warn = context.out.warn
+    for action in [*plan_release(stack, warn), *plan_version_needs(work, stack, goal, warn)]:
         action.perform(work)
 
 

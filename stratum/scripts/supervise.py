@@ -81,7 +81,10 @@ def put_right(context: Context, stack: Stack) -> list[StratumError]:
     errors: list[StratumError] = []
     record = _active(stack)
     goal = Goal(record, stack.layout.plugins(record.version), read_settings(context.host))
-    for step in _host_steps(context, work, stack, goal):
+    steps = _host_steps(context, work, stack, goal)
+    if stack.ctr.answers():
+        steps += image_script.import_steps(context, stack, record)
+    for step in steps:
         try:
             perform(context, work, "supervise", [step], dry_run=False)
         except StratumError as error:

@@ -82,6 +82,10 @@ class Cri:
         answer = dict(fields(self.call("ImageService/PullImage", text(1, text(1, reference)))))
         return bytes_of(answer[1]).decode()
 
+    def remove(self, reference: str) -> None:
+        """RemoveImage: every name of the image goes."""
+        self.call("ImageService/RemoveImage", text(1, text(1, reference)))
+
     def images(self) -> dict[str, bool]:
         """ListImages: each tag, and whether the image is pinned (Image.repo_tags, Image.pinned)."""
         found: dict[str, bool] = {}

@@ -11,7 +11,10 @@ from pathlib import Path
 
 import pytest
 
+from stratum.node import containerd
 from tests.conftest import Machines
+from tests.lab import packages
+from tests.lab.cri import Cri
 from tests.lab.demo import Publisher
 from tests.lab.image import Image
 from tests.lab.machine import BARE_ENV, Result, wait_until
@@ -55,10 +58,12 @@ def check_works(node: MachineNode, *arguments: str) -> None:
 # -- another containerd --------------------------------------------------------------------------------------
 
 
+# The newest listens for plugins too, at a place of its own choice.
+@pytest.mark.parametrize("suite", ["bookworm", "unstable"])
 def test_a_containerd_of_the_distribution_is_respected(
-    node: MachineNode, debian_packages: dict[str, Package], demo_image: Image, tmp_path: Path
+    node: MachineNode, debian_packages: dict[str, Package], demo_image: Image, suite: str
 ) -> None:
-    machine, theirs = node.machine, debian_packages["containerd"].tree
+    machine, theirs = node.machine, packages.fetch(suite)["containerd"].tree
     for name in ("containerd", "containerd-shim-runc-v2", "ctr"):
         machine.copy_in(theirs / "usr/bin" / name, f"/usr/bin/{name}", 0o755)
     machine.copy_in(debian_packages["runc"].tree / "usr/sbin/runc", "/usr/sbin/runc", 0o755)
@@ -82,6 +87,10 @@ def test_a_containerd_of_the_distribution_is_respected(
     node.settle()
     node.ctr("run", "--detach", "--cni", "--cpu-shares", "0", IMAGE, "ours", "sleep", "5001")
     assert node.ctr("tasks", "list", "--quiet").lines == ["ours"]
+    # CRI is off in theirs and on in ours.
+    cri = Cri(machine.path_in_machine(str(containerd.ADDRESS)))
+    assert cri.version().startswith("1.6.")
+    cri.close()
     node.stratum("uninstall", "--quiet")
     # Theirs has the same process, and its container runs on and can be ended through it.
     check_same(before, snapshot(machine))

@@ -10,7 +10,7 @@ import pytest
 
 from stratum.errors import BundleError, CommandError, StratumError
 from stratum.node import containerd
-from stratum.node.containerd import Ctr, Task, config_version, render_config
+from stratum.node.containerd import Ctr, ImageState, Task, config_version, render_config
 from stratum.system import Completed, HostPath, command_failure
 from tests.fakes import MachineHost, make_tree
 
@@ -147,7 +147,7 @@ def test_tasks_and_images_are_read_from_the_clients_tables(host: CtrHost, ctr: C
         Task("default", "two", 0, "STOPPED"),
         Task("default", "three", 77, "PAUSED"),
     ]
-    assert ctr.images("default") == {"example.test/a:1": "sha256:aa"}
+    assert ctr.images("default") == {"example.test/a:1": ImageState("sha256:aa")}
     assert ctr.namespaces() == ["default", "k8s.io"]
 
 

@@ -1,0 +1,76 @@
+"""What containerd is given on this host: its sandbox image, GPUs and registries, and what there is to say of them."""
+
+from __future__ import annotations
+
+from typing import Callable, Optional
+
+from stratum.errors import StratumError
+from stratum.host import nvidia
+from stratum.host.finding import WARN, Finding
+from stratum.host.preflight import UNIT_DIRS
+from stratum.node import containerd, registries
+from stratum.node.containerd import ContainerdOptions
+from stratum.node.settings import Settings
+from stratum.node.units import UNIT_CONTAINERD, drop_in_dir
+from stratum.node.versions import VersionRecord
+from stratum.scripts import images
+from stratum.steps import Action, RemoveDirectory, RemoveFile, Work
+from stratum.system import Host
+
+__all__ = ["check_runtime", "gpu_setup", "plan_cdi_removal", "plan_runtime"]
+
+_GPU_DROP_IN = drop_in_dir(UNIT_CONTAINERD) / "30-gpu-setup.conf"
+
+
+def _release(record: VersionRecord) -> str:
+    return record.component_version("containerd") or ""
+
+
+def gpu_setup(host: Host, settings: Settings) -> tuple[tuple[str, ...], ...]:
+    """The commands that containerd's unit runs before each start; none where no GPU is granted."""
+    return nvidia.plan_gpus(host, settings.spec.gpu.nvidia).setup
+
+
+def check_runtime(host: Host, record: VersionRecord, settings: Settings) -> list[Finding]:
+    """Findings before anything is written. Raises :class:`BundleError` for a bundle with two sandbox images."""
+    findings = [*images.check_sandbox(record), *nvidia.plan_gpus(host, settings.spec.gpu.nvidia).findings]
+    if _release(record):
+        findings += [
+            Finding(
+                "containerd-fragment",
+                WARN,
+                f"{path}: has settings of CRI, which containerd {_release(record)} takes in place of all of Stratum's",
+                f"put into it all that {containerd.CONFIG_PATH} has for CRI, or take these settings out of it",
+            )
+            for path in containerd.overriding_fragments(host, _release(record))
+        ]
+    return findings
+
+
+def plan_runtime(
+    work: Work, record: VersionRecord, settings: Settings, warn: Optional[Callable[[str], object]] = None
+) -> list[Action]:
+    """containerd's configuration and its registries.
+
+    A file that the configuration names and that is gone is an error; with ``warn``, on the way back to a version that
+    ran, it is said and the registries stay as they are. Raises :class:`StratumError`.
+    """
+    gpus = nvidia.plan_gpus(work.host, settings.spec.gpu.nvidia)
+    options = ContainerdOptions(images.sandbox_image(record), gpus.runtime)
+    actions = containerd.plan_configuration(work, _release(record), options)
+    try:
+        actions += registries.plan_registries(work, settings.spec.containerd, _release(record))
+    except StratumError as error:
+        if warn is None:
+            raise
+        warn(f"{error.message}; the registries stay as they are")
+    return list(dict.fromkeys(actions))
+
+
+def plan_cdi_removal(work: Work) -> list[Action]:
+    """Remove the specification of GPUs that our commands made; not where the toolkit's own service keeps one."""
+    host = work.host
+    refreshed = any(host.lexists(directory / unit) for directory in UNIT_DIRS for unit in nvidia.REFRESH_UNITS)
+    if work.receipt.get(_GPU_DROP_IN) is None or refreshed or not host.lexists(nvidia.CDI_SPEC):
+        return []
+    return [RemoveFile(nvidia.CDI_SPEC), RemoveDirectory(nvidia.CDI_SPEC.parent)]
