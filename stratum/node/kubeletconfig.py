@@ -45,10 +45,11 @@ HEALTHZ_PORT = 10248
 _MIB = 1 << 20
 # Google Kubernetes Engine, "Plan node sizes", Resource reservations: shares of memory (of the first so many GiB)
 # and of processors (of the first so many cores). Azure and others use much the same.
-_MEMORY_STEPS = ((4, 0.25), (4, 0.20), (8, 0.10), (112, 0.06))
-_MEMORY_REST = 0.02
-_CPU_STEPS = ((1, 0.06), (1, 0.01), (2, 0.005))
-_CPU_REST = 0.0025
+# In units of a ten-thousandth.
+_MEMORY_STEPS = ((4, 2500), (4, 2000), (8, 1000), (112, 600))
+_MEMORY_REST = 200
+_CPU_STEPS = ((1, 600), (1, 100), (2, 50))
+_CPU_REST = 25
 # The kubelet's own defaults: pkg/kubelet/apis/config/v1beta1/defaults_linux.go. Whoever gives one signal would put
 # the others to zero if they were not here to be merged with.
 _EVICTION = {
@@ -114,12 +115,14 @@ def choose_resolv_conf(host: Host) -> str:
     return str(_RESOLVED if stub and host.exists(_RESOLVED) else _RESOLV_CONF)
 
 
-def _share(amount: float, steps: tuple[tuple[int, float], ...], rest: float) -> float:
-    total = 0.0
+def _share(amount: int, unit: int, steps: tuple[tuple[int, int], ...], rest: int) -> int:
+    """The part of ``amount`` that the steps make, each as many times ``unit`` wide as it says."""
+    total = 0
     for width, part in steps:
-        total += min(amount, width) * part
-        amount = max(amount - width, 0.0)
-    return total + amount * rest
+        step = min(amount, width * unit)
+        total += step * part
+        amount -= step
+    return (total + amount * rest) // 10_000
 
 
 def reservations(memory: int, cpus: int) -> dict[str, str]:
@@ -127,8 +130,9 @@ def reservations(memory: int, cpus: int) -> dict[str, str]:
 
     At most a quarter of either, so that a small machine too has most of itself left for pods.
     """
-    mebibytes = int(_share(memory / (1 << 30), _MEMORY_STEPS, _MEMORY_REST) * 1024)
-    return {"cpu": f"{int(_share(cpus, _CPU_STEPS, _CPU_REST) * 1000)}m", "memory": f"{mebibytes}Mi"}
+    millicores = _share(cpus * 1000, 1000, _CPU_STEPS, _CPU_REST)
+    mebibytes = _share(memory // _MIB, 1024, _MEMORY_STEPS, _MEMORY_REST)
+    return {"cpu": f"{millicores}m", "memory": f"{mebibytes}Mi"}
 
 
 def kubelet_config(settings: Settings, facts: KubeletFacts) -> dict[str, Any]:
