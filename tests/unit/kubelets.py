@@ -19,7 +19,7 @@ from stratum.node import kubelet, kubeletconfig
 from stratum.node.kubeconfig import Join
 from stratum.node.settings import Settings
 from stratum.system import Completed
-from tests.unit.hosting import TreeMachine, put, work_on
+from tests.unit.hosting import TreeMachine, link, put, work_on
 
 STANDINS = Path(__file__).resolve().parents[1] / "standins"
 TOKEN = "abcdef.0123456789abcdef"
@@ -51,6 +51,8 @@ class KubeletHost(TreeMachine):
 
 def host_in(directory: Path) -> KubeletHost:
     host = KubeletHost(str(directory))
+    # The kubelet's store for certificates makes links with whole paths, which lead out of the tree; this leads back.
+    link(host, host.root, "/")
     put(host, "/etc/resolv.conf", "nameserver 192.0.2.53\n")
     put(host, "/proc/swaps", "Filename\tType\tSize\tUsed\tPriority\n")
     return host

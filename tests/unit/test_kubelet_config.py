@@ -282,7 +282,7 @@ def test_a_given_credential_has_a_kubeconfig_of_ours() -> None:
     ],
 )
 def test_a_label_that_the_kubelet_would_not_start_with_is_refused(label: str) -> None:
-    with pytest.raises(UsageError, match="spec[.]kubelet[.]labels"):
+    with pytest.raises(UsageError, match=r"spec\.kubelet\.labels"):
         check_kubelet(with_config(worker(), {}, labels={label: "x"}).spec, "1.34.1")
 
 
