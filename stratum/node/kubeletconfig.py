@@ -8,10 +8,9 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Optional
 
 from stratum.config import WORKER, NodeSpec
-from stratum.errors import UsageError
 from stratum.node import containerd
 from stratum.node.kubeconfig import render_json
 from stratum.node.kubeletfields import check_fields, merge, parse_release
@@ -60,28 +59,6 @@ _EVICTION = {
     "imagefs.inodesFree": "5%",
 }
 _PIDS = 4096  # of one pod: enough for any ordinary one, and eight of them do not fill a kernel's default of 32768
-_RESOLVED = HostPath("/run/systemd/resolve/resolv.conf")
-_RESOLV_CONF = HostPath("/etc/resolv.conf")
-
-# What a kubelet may say of itself: KubeletLabels and KubeletLabelNamespaces in staging/src/k8s.io/kubelet/pkg/apis.
-_LABEL_DOMAINS = ("kubelet.kubernetes.io", "node.kubernetes.io")
-_LABELS = frozenset(
-    (
-        "kubernetes.io/hostname",
-        "kubernetes.io/os",
-        "kubernetes.io/arch",
-        "topology.kubernetes.io/zone",
-        "topology.kubernetes.io/region",
-        "failure-domain.beta.kubernetes.io/zone",
-        "failure-domain.beta.kubernetes.io/region",
-        "beta.kubernetes.io/instance-type",
-        "node.kubernetes.io/instance-type",
-        "beta.kubernetes.io/os",
-        "beta.kubernetes.io/arch",
-    )
-)
-_LABEL_NAME = re.compile(r"[A-Za-z0-9](?:[A-Za-z0-9_.-]{0,61}[A-Za-z0-9])?")
-_LABEL_DOMAIN = re.compile(r"[a-z0-9](?:[a-z0-9-]*[a-z0-9])?(?:\.[a-z0-9](?:[a-z0-9-]*[a-z0-9])?)*")
 
 
 @dataclass(frozen=True)
@@ -94,25 +71,14 @@ class KubeletFacts:
     resolv_conf: str  # the file that names real servers; empty when there is none
 
 
-def read_facts(host: Host, version: str) -> KubeletFacts:
-    """The facts of this machine for a kubelet of ``version``; raises OSError when procfs cannot be read."""
+def read_facts(host: Host, version: str, resolv_conf: Optional[HostPath]) -> KubeletFacts:
+    """The facts of this machine for a kubelet of ``version``; raises OSError when procfs cannot be read.
+
+    ``resolv_conf`` is the file that pods of ``dnsPolicy: Default`` get (stratum.host.resolvers.kubelet_resolv_conf).
+    """
     found = re.search(r"^MemTotal:\s*(\d+) kB", host.read_text("/proc/meminfo"), re.MULTILINE)
     cpus = len(re.findall(r"^processor\s*:", host.read_text("/proc/cpuinfo"), re.MULTILINE))
-    return KubeletFacts(version, int(found[1]) * 1024 if found else 0, max(cpus, 1), choose_resolv_conf(host))
-
-
-def choose_resolv_conf(host: Host) -> str:
-    """The resolver file that pods of ``dnsPolicy: Default`` get: never one that names only the host's loopback.
-
-    systemd-resolved keeps the real servers in a file of its own (systemd-resolved.service(8)).
-    """
-    try:
-        text = host.read_text(_RESOLV_CONF)
-    except OSError:
-        return ""
-    servers = re.findall(r"^[ \t]*nameserver[ \t]+(\S+)", text, re.MULTILINE)
-    stub = servers and all(server.startswith("127.") or server == "::1" for server in servers)
-    return str(_RESOLVED if stub and host.exists(_RESOLVED) else _RESOLV_CONF)
+    return KubeletFacts(version, int(found[1]) * 1024 if found else 0, max(cpus, 1), str(resolv_conf or ""))
 
 
 def _share(amount: int, unit: int, steps: tuple[tuple[int, int], ...], rest: int) -> int:
@@ -193,37 +159,10 @@ def render_kubelet_config(settings: Settings, facts: KubeletFacts) -> bytes:
 def check_kubelet(spec: NodeSpec, version: str) -> list[str]:
     """Check what the user gave for the kubelet, before anything is stopped; the warnings.
 
-    Raises :class:`UsageError` for a field or label that the kubelet would refuse, and :class:`StratumError` for a
-    release that is not supported.
+    Raises :class:`UsageError` for a field that the kubelet would refuse, :class:`StratumError` for a release that is
+    not supported. Labels and taints are checked when the configuration is read.
     """
-    release = parse_release(version)
-    warnings = check_fields(spec.kubelet.config, release)
-    for key, value in spec.kubelet.labels.items():
-        _check_label(key, value)
-    return warnings
-
-
-def _check_label(key: str, value: str) -> None:
-    domain, slash, name = key.rpartition("/")
-    why = ""
-    if not _LABEL_NAME.fullmatch(name) or (slash and not (_LABEL_DOMAIN.fullmatch(domain) and len(domain) <= 253)):
-        why = "not a label's name"
-    elif value and not _LABEL_NAME.fullmatch(value):
-        why = f"{value!r} is not a label's value"
-    elif key not in _LABELS and not _may_be_given(domain):
-        why = "a kubelet may not give itself this label: it refuses to start"
-    if why:
-        raise UsageError(
-            "kubelet-label",
-            f"spec.kubelet.labels.{key}: {why}",
-            hint="use a name of your own, or one below node.kubernetes.io; an admin of the cluster can set any",
-        )
-
-
-def _may_be_given(domain: str) -> bool:
-    """Whether a kubelet may give itself any label of the domain: isKubernetesLabel in cmd/kubelet/app/options."""
-    reserved = [end for end in ("kubernetes.io", "k8s.io") if domain == end or domain.endswith(f".{end}")]
-    return not reserved or any(domain == own or domain.endswith(f".{own}") for own in _LABEL_DOMAINS)
+    return check_fields(spec.kubelet.config, parse_release(version))
 
 
 def uses_token(spec: NodeSpec) -> bool:

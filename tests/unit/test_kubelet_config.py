@@ -22,8 +22,9 @@ from stratum.node.kubeconfig import render_json
 from stratum.node.kubeletconfig import KubeletFacts, check_kubelet, kubelet_arguments, read_facts, reservations
 from stratum.node.kubeletfields import check_fields, merge, parse_release
 from stratum.node.settings import Settings
+from stratum.system import HostPath
 from tests.standins import kubelet as standin
-from tests.unit.hosting import TreeMachine, link, put
+from tests.unit.hosting import TreeMachine, put
 from tests.unit.kubelets import FACTS, STANDALONE_SETTINGS, STANDINS, config_of, worker
 
 RELEASES = ("1.31.0", "1.32.7", "1.33.1", "1.34.1", "1.35.0", "1.36.4", "1.37.2")
@@ -266,42 +267,6 @@ def test_a_given_credential_has_a_kubeconfig_of_ours() -> None:
         assert "--kubeconfig=/etc/stratum/kubelet/kubeconfig" in kubelet_arguments(worker(**cluster))
 
 
-@pytest.mark.parametrize(
-    "label",
-    [
-        "kubernetes.io/role",
-        "node-role.kubernetes.io/worker",
-        "a.k8s.io/b",
-        "k8s.io/x",
-        "no spaces",
-        "-x",
-        "a/b/c",
-        "UPPER.example/x",
-        "x" * 64,
-        "",
-    ],
-)
-def test_a_label_that_the_kubelet_would_not_start_with_is_refused(label: str) -> None:
-    with pytest.raises(UsageError, match=r"spec\.kubelet\.labels"):
-        check_kubelet(with_config(worker(), {}, labels={label: "x"}).spec, "1.34.1")
-
-
-@pytest.mark.parametrize(
-    "label",
-    ["a", "example.com/pool", "node.kubernetes.io/x", "sub.node.kubernetes.io/x", "topology.kubernetes.io/zone",
-     "notkubernetes.io/x"],
-)  # fmt: skip
-def test_other_labels_are_the_users_own(label: str) -> None:
-    settings = with_config(worker(), {}, labels={label: "v-1.x_y", "empty": ""})
-    assert check_kubelet(settings.spec, "1.34.1") == []
-    standin.parse_flags(list(kubelet_arguments(settings)))
-
-
-def test_a_value_that_no_label_can_have_is_refused() -> None:
-    with pytest.raises(UsageError, match="not a label's value"):
-        check_kubelet(with_config(worker(), {}, labels={"a": "b,c=d"}).spec, "1.34.1")
-
-
 # -- the machine ----------------------------------------------------------------------------------------------
 
 
@@ -309,18 +274,10 @@ def test_the_facts_are_read_from_procfs(tmp_path: Path) -> None:
     host = TreeMachine(str(tmp_path))
     put(host, "/proc/meminfo", "MemTotal:        2048 kB\nMemFree: 1 kB\n")
     put(host, "/proc/cpuinfo", "processor\t: 0\nmodel\t: x\n\nprocessor\t: 1\n")
-    put(host, "/etc/resolv.conf", "nameserver 192.0.2.53\n")
-    assert read_facts(host, "1.34.1") == KubeletFacts("1.34.1", 2048 << 10, 2, "/etc/resolv.conf")
-
-
-def test_pods_never_get_a_resolver_on_the_hosts_loopback(tmp_path: Path) -> None:
-    host = TreeMachine(str(tmp_path))
-    assert kubeletconfig.choose_resolv_conf(host) == ""
-    put(host, "/run/systemd/resolve/stub-resolv.conf", "nameserver 127.0.0.53\noptions edns0\n")
-    link(host, "/etc/resolv.conf", "/run/systemd/resolve/stub-resolv.conf")
-    assert kubeletconfig.choose_resolv_conf(host) == "/etc/resolv.conf", "there is no other"
-    put(host, "/run/systemd/resolve/resolv.conf", "nameserver 192.0.2.53\n")
-    assert kubeletconfig.choose_resolv_conf(host) == "/run/systemd/resolve/resolv.conf"
+    assert read_facts(host, "1.34.1", None).resolv_conf == ""
+    assert read_facts(host, "1.34.1", HostPath("/etc/resolv.conf")) == KubeletFacts(
+        "1.34.1", 2048 << 10, 2, "/etc/resolv.conf"
+    )
 
 
 # -- the stand-in is strict -------------------------------------------------------------------------------------

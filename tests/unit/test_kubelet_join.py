@@ -10,13 +10,14 @@ import stat
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Optional
 
 import pytest
 
 from stratum.config import STANDALONE, ExecCredential, Secret
-from stratum.errors import StratumError, UsageError
+from stratum.errors import StratumError
 from stratum.node import kubelet, kubeletconfig, kubeletready
-from stratum.node.kubeconfig import Join, read_join
+from stratum.node.kubeconfig import Join, make_join
 from stratum.node.settings import Settings
 from stratum.receipt import RECEIPT_PATH
 from tests.unit.hosting import put, work_on
@@ -301,7 +302,7 @@ def test_a_given_certificate_is_copied_with_its_key_for_root_only(host: KubeletH
     put(host, "/root/ca.crt", cluster.ca)
     given = {"client_certificate_file": "/root/node.crt", "client_key_file": "/root/node.key"}
     settings = worker(cluster.server, **given)
-    join = read_join(host, settings.spec.cluster)
+    join = make_join(host, settings.spec.cluster, None, cluster.ca)
     assert join is not None and "BEGIN EC" not in repr(join)
     bring(host, settings, join)
     for path in (kubelet.GIVEN_KEY, kubeletconfig.GIVEN_KUBECONFIG):
@@ -309,7 +310,7 @@ def test_a_given_certificate_is_copied_with_its_key_for_root_only(host: KubeletH
     assert bring(host, settings) == bring(host, settings, join) == []
     put(host, "/root/node.key", "-----BEGIN EC PRIVATE KEY-----\nx\n")
     with pytest.raises(StratumError, match="not the private key of"):
-        read_join(host, settings.spec.cluster)
+        make_join(host, settings.spec.cluster, None, cluster.ca)
     # And back to a token: what was given goes.
     done = bring(host, node, cluster.join())
     assert f"remove {kubelet.GIVEN_KEY}" in done
@@ -330,34 +331,26 @@ def test_a_program_can_speak_for_the_node(host: KubeletHost, cluster: FakeCluste
     }
 
 
-@pytest.mark.parametrize(
-    ("files", "reference"),
-    [
-        ({"/root/token": TOKEN}, "cluster-file"),
-        ({"/root/token": TOKEN, "/root/ca.crt": "MIIB not PEM"}, "ca-unreadable"),
-        ({"/root/token": TOKEN, "/root/ca.crt": BROKEN}, "ca-unreadable"),
-        ({"/root/token": "", "/root/ca.crt": None}, "cluster-file"),
-        ({"/root/token": "two words", "/root/ca.crt": None}, "token-malformed"),
-        ({"/root/ca.crt": None}, "cluster-file"),
-    ],
-)  # fmt: skip
-def test_a_file_that_is_not_what_it_should_be_is_named(
-    host: KubeletHost, cluster: FakeCluster, files: dict[str, str], reference: str
-) -> None:
-    for path, text in files.items():
-        put(host, path, cluster.ca if text is None else text)
-    with pytest.raises((StratumError, UsageError)) as caught:
-        read_join(host, worker(cluster.server, token_file="/root/token").spec.cluster)
-    assert caught.value.reference == reference
-    assert TOKEN not in caught.value.message and "two words" not in caught.value.message
+@pytest.mark.parametrize("ca", [b"", b"MIIB not PEM", BROKEN.encode()])
+def test_a_ca_that_is_none_is_named_before_anything_is_written(host: KubeletHost, ca: bytes) -> None:
+    with pytest.raises(StratumError) as caught:
+        make_join(host, worker().spec.cluster, Secret(TOKEN), ca)
+    assert caught.value.reference == "ca-unreadable" and "/root/ca.crt" in caught.value.message
 
 
-def test_a_token_file_may_end_with_a_line_break(host: KubeletHost, cluster: FakeCluster) -> None:
-    put(host, "/root/token", f"{TOKEN}\n")
-    put(host, "/root/ca.crt", cluster.ca)
-    join = read_join(host, worker(cluster.server, token_file="/root/token").spec.cluster)
-    assert join == cluster.join()
-    assert read_join(host, worker(cluster.server).spec.cluster) is None
+@pytest.mark.parametrize("text", [None, "", " \n"])
+def test_a_credential_that_is_not_there_is_named(host: KubeletHost, cluster: FakeCluster, text: Optional[str]) -> None:
+    if text is not None:
+        put(host, "/root/node.crt", text)
+    settings = worker(cluster.server, client_certificate_file="/root/node.crt", client_key_file="/root/node.key")
+    with pytest.raises(StratumError, match=r"/root/node\.crt: ") as caught:
+        make_join(host, settings.spec.cluster, None, cluster.ca)
+    assert caught.value.reference == "cluster-file" and "clientCertificateFile" in (caught.value.hint or "")
+
+
+def test_without_a_credential_there_is_no_join(host: KubeletHost, cluster: FakeCluster) -> None:
+    assert make_join(host, worker(cluster.server).spec.cluster, None, cluster.ca) is None
+    assert make_join(host, worker(cluster.server).spec.cluster, Secret(TOKEN), cluster.ca) == cluster.join()
 
 
 # -- standalone -------------------------------------------------------------------------------------------------------

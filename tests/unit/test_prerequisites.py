@@ -22,6 +22,7 @@ from stratum.config import Network, NodeSpec
 from stratum.errors import ExitCode, HostRefusedError, StratumError, UsageError
 from stratum.host import modules, persistence, swapunits, sysctls
 from stratum.host.profiles import BASE_PATH, PROFILES
+from stratum.node.kubeletroot import KUBELET_TREES
 from stratum.node.layout import Layout
 from stratum.node.settings import SETTINGS_PATH, Settings, read_settings
 from stratum.node.stack import Stack
@@ -378,6 +379,7 @@ def test_the_footprint_is_what_up_writes_outside_of_our_directories(
     # What only a machine with real programs writes: containers, firewalld, the unpacking, a running uninstall.
     elsewhere = {"/run/containerd/", "/var/lib/cni/results/*", "/etc/firewalld/zones/trusted.xml*"}
     elsewhere |= {str(persistence.OVERRIDE), "/usr/local/lib/stratum/runtime/"}
+    elsewhere |= {f"{path}/" for path in KUBELET_TREES}
     # What only a configuration asks for.
     for unit in (UNIT_LOCALDNS, UNIT_LOCALDNS_NETWORK, UNIT_KUBELET_LAUNCH_CHECK):
         elsewhere |= {f"{SYSTEMD_DIR}/{unit}", f"{SYSTEMD_DIR}/{unit}.d/*"}
