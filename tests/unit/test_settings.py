@@ -218,6 +218,17 @@ def test_a_worker_that_has_joined_needs_token_and_ca_no_more(host: KubernetesHos
         choose(host)
 
 
+def test_a_worker_with_a_client_certificate_needs_it_at_each_run(host: KubernetesHost) -> None:
+    certificate = "clientCertificateFile: /c, clientKeyFile: /k"
+    configure(host, JOIN.replace("tokenFile: /root/token", certificate))
+    put(host, "/root/ca.crt", CA)
+    record(host, choose(host)[0].settings)
+    assert read_settings(host).spec.cluster.client_key_file == "/k"
+    configure(host, JOIN.replace(", tokenFile: /root/token", ""))
+    with pytest.raises(UsageError, match="a worker needs a credential"):
+        choose(host)
+
+
 def test_a_join_by_options_alone_is_not_repeated_by_a_later_run(host: KubernetesHost, tmp_path: Path) -> None:
     (tmp_path / "ca").write_text(CA)
     words = ("--role", "worker", "--server", SERVER, "--ca-file", str(tmp_path / "ca"), "--token-file", "-")
@@ -368,6 +379,41 @@ def test_the_files_address_counts_for_the_first_start_only(desk: Desk, host: Kub
     assert read_settings(host).node_ip == "198.51.100.7"
     desk.up(host, bundle, "--node-ip", "192.0.2.10")
     assert read_settings(host).sources["nodeIP"] == "option --node-ip"
+
+
+def test_an_image_takes_the_files_address_at_its_first_start(desk: Desk, host: KubernetesHost, bundle: Path) -> None:
+    configure(host, "  network: {nodeIP: 198.51.100.7}\n  nodeName: image\n")
+    desk.up(host, bundle)
+    text = json.loads(drop_in(host, SETTINGS_PATH).read_text())
+    text.update(nodeName="", nodeIP="")  # as up --root leaves it
+    drop_in(host, SETTINGS_PATH).write_text(json.dumps(text))
+    drop_in(host, CONFIG_PATH).unlink()
+    host.addresses = {"eth0": ["192.0.2.10/24"], "eth1": ["198.51.100.7/24"]}
+    supervised(host)
+    assert (read_settings(host).node_name, read_settings(host).node_ip) == ("image", "198.51.100.7")
+
+
+def test_a_start_without_options_and_file_names_neither_in_its_hint(
+    desk: Desk, host: KubernetesHost, bundle: Path
+) -> None:
+    desk.up(host, bundle)
+    text = json.loads(drop_in(host, SETTINGS_PATH).read_text())
+    drop_in(host, SETTINGS_PATH).write_text(json.dumps({**text, "nodeIP": ""}))
+    host.addresses = {}
+    with pytest.raises(HostRefusedError) as caught:
+        supervised(host)
+    assert "network.nodeIP" not in (caught.value.hint or "")
+    with pytest.raises(HostRefusedError) as caught:
+        desk.up(host, bundle)
+    assert "network.nodeIP in the configuration" in (caught.value.hint or "")
+
+
+def test_uninstall_leaves_the_admins_file(desk: Desk, host: KubernetesHost, bundle: Path) -> None:
+    configure(host, "  profile: cis\n")
+    before = quiet(host)
+    desk.up(host, bundle)
+    assert desk.run(host, "uninstall").status == ExitCode.DONE
+    assert quiet(host) == before
 
 
 # -- the record -----------------------------------------------------------------------------------------------
