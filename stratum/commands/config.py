@@ -14,7 +14,7 @@ from typing import Any, Callable
 from stratum.config import CONFIG_PATH, WORKER, NodeSpec, Secret
 from stratum.configchecks import Problem
 from stratum.configcodec import field_paths, get_field, value_to_json
-from stratum.configfile import REFERENCE, ConfigFile, read_config
+from stratum.configfile import REFERENCE, UNREADABLE, ConfigFile, read_config
 from stratum.configschema import read_schema
 from stratum.errors import ExitCode, UsageError
 from stratum.host.nodeip import check_argument
@@ -103,7 +103,7 @@ def run_check(context: Context, arguments: argparse.Namespace) -> int:
     try:
         config = read_config(context.host, arguments.file)
     except UsageError as error:
-        if error.reference != REFERENCE:
+        if error.reference not in (REFERENCE, UNREADABLE):
             raise
         return _report(context, name, [(error.message, Problem("", error.message, error.hint or ""), 0)])
     if config is None:

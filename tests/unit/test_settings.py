@@ -8,8 +8,9 @@ from __future__ import annotations
 import io
 import json
 import stat
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Optional
+from typing import Any, BinaryIO, Optional
 
 import pytest
 from hypothesis import given
@@ -26,7 +27,7 @@ from stratum.output import Output
 from stratum.scripts import prerequisites
 from stratum.scripts.context import Context
 from stratum.scripts.settings import Chosen, find_differing, merge
-from stratum.system import Host
+from stratum.system import Host, HostPath, PathLike
 from tests.fakes import Desk
 from tests.unit.hosting import perform, put
 from tests.unit.test_config import EVERYTHING, HEAD, TOKEN
@@ -163,6 +164,32 @@ def test_a_broken_file_stops_up_upgrade_and_preflight_before_anything_is_written
             desk.run(host, *words)
     after = quiet(host)
     assert {path for path in after if before.get(path) != after[path]} <= {str(CONFIG_PATH), "/var/lib/stratum/lock"}
+
+
+@dataclass
+class UsersView(KubernetesHost):
+    """The machine as a user sees it who may not read what is root's alone."""
+
+    private: HostPath = CONFIG_PATH
+
+    def open(self, path: PathLike) -> BinaryIO:
+        if str(path) == str(self.private):
+            raise PermissionError(13, "Permission denied", str(path))
+        return super().open(path)
+
+
+@pytest.mark.parametrize("private", [CONFIG_PATH, SETTINGS_PATH])
+def test_preflight_of_a_user_who_may_not_read_the_settings_says_that_and_all_else(
+    desk: Desk, host: KubernetesHost, bundle: Path, private: HostPath
+) -> None:
+    configure(host, "  profile: cis\n")
+    put(host, str(SETTINGS_PATH), json.dumps(Settings().to_json()))
+    user = UsersView(host.root, {}, user=1000, private=private)
+    for words in ((), ("--bundle", str(bundle), "--trust", str(desk.key))):
+        ran = desk.run(user, "preflight", "--output", "json", *words)
+        assert ran.status == ExitCode.HOST_REFUSED
+        found = [item for item in document(ran)["findings"] if item["check"] == "root"]
+        assert len(found) == 2 and str(private) in found[1]["message"]
 
 
 def test_the_supervisor_does_not_read_the_file(desk: Desk, host: KubernetesHost, bundle: Path) -> None:
