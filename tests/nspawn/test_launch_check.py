@@ -9,7 +9,8 @@ from collections.abc import Iterator
 
 import pytest
 
-from stratum.node.kubeletready import launch_check_refusal
+from stratum.errors import StratumError
+from stratum.node.launchcheck import read_launch_check, refusal, start_failure
 from stratum.node.units import (
     SYSTEMD_DIR,
     UNIT_CONTAINERD,
@@ -42,6 +43,12 @@ class InMachine(Host):
     def run(self, argv, **options):  # type: ignore[no-untyped-def]
         done = self.machine.run(list(argv), check=options.get("check", True))
         return Completed(tuple(argv), done.status, done.raw_stdout, done.raw_stderr)
+
+
+def asking(machine: NspawnMachine) -> InMachine:
+    host = InMachine()
+    host.machine = machine
+    return host
 
 
 # systemd 252 and 257: the newer one has another way of restarting (254).
@@ -96,15 +103,15 @@ def test_a_final_refusal_fails_the_start_and_nothing_is_tried_again(machine: Nsp
     assert runs(machine) == [CHECKED]
     stays(machine, [CHECKED])
     assert (state(machine), state(machine, UNIT_KUBELET_LAUNCH_CHECK)) == ("inactive", "failed")
-    host = InMachine()
-    host.machine = machine
-    assert launch_check_refusal(host)
+    host = asking(machine)
+    assert read_launch_check(host).refused
+    assert refusal(host).message.endswith("for good: verdict: 78")
     # A start that somebody asks for asks again, and once the check agrees the kubelet runs.
     assert start(machine) != 0
     say(machine, 0)
     assert start(machine) == 0
     assert (runs(machine), state(machine)) == ([CHECKED, CHECKED, CHECKED, KUBELET_UP], "active")
-    assert not launch_check_refusal(host)
+    assert not read_launch_check(host).refused
     stays(machine, [CHECKED, CHECKED, CHECKED, KUBELET_UP])
 
 
@@ -115,6 +122,8 @@ def test_any_other_failure_is_tried_again_and_the_kubelet_comes_up_by_itself(
     machine.run(["systemctl", "start", "--no-block", UNIT_KUBELET])
     wait_until("the check is tried again", lambda: runs(machine).count(CHECKED) >= 3, 30, pause=0.2)
     assert KUBELET_UP not in runs(machine) and state(machine) != "active"
+    assert read_launch_check(asking(machine)).trying
+    assert start_failure(asking(machine), StratumError("unit-failed", "x")) is None, "it comes up by itself"
     say(machine, 0)
     wait_until("the kubelet is up", lambda: state(machine) == "active", 30, pause=0.2)
     assert runs(machine).count(KUBELET_UP) == 1
