@@ -193,8 +193,9 @@ def test_a_serving_certificate_of_the_future_or_the_past_is_removed_so_that_a_ne
     put(host, str(kubelet.SERVING_CERTIFICATE), pair.certificate)
     put(host, str(kubelet.SERVING_KEY), pair.key)
     host.clock = time.time() + offset
-    done = bring(host, STANDALONE_SETTINGS)
-    assert (f"remove {kubelet.SERVING_CERTIFICATE}" in done) is removed
+    done = [line for line in bring(host, STANDALONE_SETTINGS) if str(kubelet.SERVING_CERTIFICATE) in line]
+    assert len(done) == removed and all("and the clock says" in line for line in done)
+    assert host.exists(kubelet.SERVING_CERTIFICATE) is not removed
     assert host.exists(kubelet.SERVING_KEY) is not removed
 
 
