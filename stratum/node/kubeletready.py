@@ -94,7 +94,7 @@ def wait_kubelet(host: Host, settings: Settings, timeout: float = KUBELET_TIMEOU
             why = why_not_joined(host, settings)
         if why is None:
             return
-        if read_launch_check(host).refused:
+        if settings.spec.kubelet.launch_check and read_launch_check(host).refused:
             raise refusal(host)
         if host.monotonic() >= deadline:
             raise explain(host, why, timeout)

@@ -15,7 +15,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from stratum.config import Network, NodeSpec, Proxy
+from stratum.config import Kubelet, Network, NodeSpec, Proxy
 from stratum.errors import StratumError
 from stratum.host.finding import REJECT
 from stratum.host.kubeletstate import check_kubelet_state
@@ -264,6 +264,9 @@ def test_a_password_is_in_one_file_for_root_alone_and_goes_with_the_proxy(host: 
 # -- the gate's words --------------------------------------------------------------------------------------------------
 
 
+CHECKED = dataclasses.replace(STANDALONE_SETTINGS, spec=NodeSpec(kubelet=Kubelet(launch_check=("/bin/true",))))
+
+
 class Answering(KubeletHost):
     """Answers for healthz and for systemctl as the test says."""
 
@@ -298,7 +301,7 @@ def test_a_final_refusal_of_the_launch_check_ends_the_wait_at_once(memory: Path)
     host.shown = "ExecMainStatus=78\nActiveState=failed\nLoadState=loaded\n"
     host.journal = ["the node is not allocated to you", f"{UNIT_KUBELET_LAUNCH_CHECK}: Failed with result 'exit-code'."]
     with pytest.raises(StratumError) as caught:
-        kubeletready.wait_kubelet(host, STANDALONE_SETTINGS, 600.0)
+        kubeletready.wait_kubelet(host, CHECKED, 600.0)
     assert caught.value.reference == "launch-refused"
     assert "not allocated to you" in caught.value.message and UNIT_KUBELET_LAUNCH_CHECK in caught.value.message
 
