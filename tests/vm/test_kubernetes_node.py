@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -88,6 +87,7 @@ print(channel.getresponse().status)
 """
 # What stays of a node in the kernel until the next boot.
 LEFT = (
+    ("units", r"network-online\.target.*", "a target that was reached stays so until the next boot"),
     ("forwarding", r"/proc/sys/net/bridge/.*", "a module that was loaded stays until the next boot"),
     ("forwarding", r".*", "a value that a drop-in of ours set at boot stays until the next one"),
 )
@@ -165,11 +165,13 @@ def everything_said_and_shown(vm: QemuMachine) -> str:
     ).stdout
 
 
-def gone(vm: QemuMachine, before: Any) -> Callable[[], bool]:
-    def look() -> bool:
-        return not difference(before, snapshot(vm), ignore=(*LEFT, *REBOOTED))
-
-    return look
+def check_uninstall(vm: QemuMachine, before: Any) -> None:
+    """Pods, interfaces, rules, the kubelet's directories: all goes but the manifest, which is the admin's."""
+    done = stratum(vm, "uninstall")
+    assert [item["path"] for item in done["left"]][:1] == ["/etc/stratum/kubelet/manifests"], done["left"]
+    vm.sh("rm /etc/stratum/kubelet/manifests/hello.yaml; rmdir -p /etc/stratum/kubelet/manifests || true")
+    left = difference(before, snapshot(vm), ignore=(*LEFT, *REBOOTED))
+    assert not left, "\n".join(left)
 
 
 @pytest.mark.timeout(3600)
@@ -206,10 +208,7 @@ def test_a_worker_joins_keeps_its_place_through_a_reboot_and_leaves_no_trace(nod
     wait_until("the pod runs again", lambda: running(node) == 2, 240, pause=2)
     assert stratum(node, "up")["changed"] is False
 
-    # Off again: pods, interfaces, rules, the kubelet's directory.
-    stratum(node, "uninstall")
-    left = difference(before, snapshot(node), ignore=(*LEFT, *REBOOTED))
-    assert not left, "\n".join(left)
+    check_uninstall(node, before)
 
 
 @pytest.mark.timeout(2400)
@@ -225,6 +224,4 @@ def test_a_standalone_node_runs_pods_on_its_own_bridge(node: QemuMachine) -> Non
     assert node.run(["python3", "-c", ASK_KUBELET]).stdout.split() == ["401"]
     assert node.run(["python3", "-c", ASK_KUBELET, *client]).stdout.split() == ["200"]
 
-    stratum(node, "uninstall")
-    left = difference(before, snapshot(node), ignore=(*LEFT, *REBOOTED))
-    assert not left, "\n".join(left)
+    check_uninstall(node, before)
