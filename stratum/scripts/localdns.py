@@ -103,15 +103,10 @@ def _perform(actions: Sequence[Action]) -> list[str]:
     return done
 
 
-def drift(host: Host, settings: Settings, *, ask: bool = False) -> list[str]:
-    """What is wrong with LocalDNS's files on a node that has it, in words; :func:`plan_configuration` puts it right.
+def drift(host: Host, settings: Settings) -> list[str]:
+    """What is wrong with the Corefile of a node that has LocalDNS, in words; :func:`plan_configuration` puts it right.
 
-    It reads a few small files. With ``ask`` the network is looked at too, which starts programs;
-    :func:`plan_network` puts that right.
+    It reads a few small files.
     """
     differs = localdns.corefile_differs(host, settings, upstreams_of(host, settings))
-    found = [differs] if differs else []
-    if ask:
-        missing = localdnsnet.plan_network(host, settings.spec.local_dns.address)
-        found += [f"LocalDNS's network is not whole: {action.subject}" for action in missing]
-    return found
+    return [differs] if differs else []

@@ -30,7 +30,7 @@ from stratum.host.profiles import BASE, Profile, Sysctl, find_profile
 from stratum.node import cni
 from stratum.node.layout import Layout
 from stratum.node.settings import Settings, plan_settings, read_settings
-from stratum.node.stackspec import is_kubernetes_node
+from stratum.node.stackspec import is_kubernetes_node, serves_dns
 from stratum.node.versions import VersionRecord
 from stratum.scripts import kubelet
 from stratum.scripts.context import Context
@@ -234,11 +234,11 @@ def prerequisite_steps(
                 lambda: [*rootmount.plan_root_shared(host, warn), *rootmount.plan_bpf(host, warn)],
             ),
         ]
-    if bridged:
+    if bridged or serves_dns(record, settings):
         steps.append(
             Step(
                 "managers",
-                "keep network managers off the container network",
+                "keep network managers off the node's own interfaces",
                 lambda: netmanagers.plan_unmanaged(work, cni.BRIDGE, warn),
             )
         )

@@ -55,6 +55,8 @@ from stratum.scripts import localdns as script
 from stratum.steps import plan_file
 from stratum.system import Host, HostPath
 os.umask(0o027)
+def lost():
+    return [action.subject for action in localdnsnet.plan_network(host, settings.spec.local_dns.address)]
 settings = Settings(NodeSpec(local_dns=LocalDNS(enabled=True)))
 layout = Layout(host)
 def addresses(server, tcp=False):
@@ -196,7 +198,7 @@ def test_localdns_answers_through_the_hosts_real_servers_and_leaves_the_host_alo
 
     # A lease with another server: noticed, written, and in force without a restart.
     pid = main_pid(host)
-    assert value(host, "script.drift(host, settings, ask=True)") == []
+    assert value(host, "lost()") == []
     use_server(host, SECOND[0])
     (said,) = value(host, "script.drift(host, settings)")
     assert SECOND[0] in said and FIRST[0] in said
@@ -206,10 +208,10 @@ def test_localdns_answers_through_the_hosts_real_servers_and_leaves_the_host_alo
 
     # Rules that a firewall's restart takes away are missed, and made again.
     host.run(["systemctl", "restart", "nftables"])
-    (said,) = value(host, "script.drift(host, settings, ask=True)")
+    (said,) = value(host, "lost()")
     assert "stratum_localdns" in said
     do(host, "perform(lambda work: script.plan_network(host, settings))")
-    assert value(host, "script.drift(host, settings, ask=True)") == []
+    assert value(host, "lost()") == []
 
     # A reboot brings it back in order, after the firewall has loaded its rules.
     host.sh(f"systemctl add-wants multi-user.target {UNIT}")
@@ -217,7 +219,7 @@ def test_localdns_answers_through_the_hosts_real_servers_and_leaves_the_host_alo
     make_pod(host)
     do(host, f'localdns.wait_localdns(host, "{ADDRESS}", 120)')
     wait_until("the server is up", lambda: answers(host, pod=True) == [SECOND[1]], 120, pause=1)
-    assert value(host, "script.drift(host, settings, ask=True)") == []
+    assert value(host, "lost()") == []
     shown = host.run(["systemctl", "show", "-p", "ActiveEnterTimestampMonotonic", "--value", NETWORK, UNIT]).stdout
     network, dns = map(int, shown.split())
     assert 0 < network <= dns
@@ -242,7 +244,7 @@ def test_localdns_answers_through_the_hosts_real_servers_and_leaves_the_host_alo
     host.run(["conntrack", "-F"])
     assert [answers(host, pod=pod, tcp=tcp) for pod in (False, True) for tcp in (False, True)] == [[SECOND[1]]] * 4
     assert ADDRESS not in tracked(host)
-    do(host, f"{ONLY_IPTABLES}\nassert script.drift(host, settings, ask=True) == []")
+    do(host, f"{ONLY_IPTABLES}\nassert lost() == []")
 
     # Taken off: no interface, no rule, no unit, and the host resolves as ever.
     host.sh(f"systemctl stop {UNIT}; rm -f /etc/systemd/system/multi-user.target.wants/{UNIT}")
