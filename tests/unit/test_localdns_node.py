@@ -10,7 +10,7 @@ from typing import Any, BinaryIO, Optional
 import pytest
 
 from stratum.config import CONFIG_PATH
-from stratum.errors import ExitCode
+from stratum.errors import ExitCode, HostRefusedError, StratumError
 from stratum.host import localdnsnet, netmanagers
 from stratum.node import localdns
 from stratum.system import Completed
@@ -117,8 +117,6 @@ def test_up_makes_the_network_then_dns_then_containerd_and_a_second_run_changes_
 
 
 def test_a_dns_that_does_not_answer_stops_up_before_containerd_starts(desk: Desk, host: DnsHost) -> None:
-    from stratum.errors import StratumError
-
     host.refuses = True
     with pytest.raises(StratumError) as caught:
         desk.up(host, bundle(desk))
@@ -191,3 +189,70 @@ def test_network_managers_are_told_where_there_is_no_bridge_either(desk: Desk, h
     nm.chmod(0o755)
     desk.up(host, bundle(desk))
     assert localdnsnet.INTERFACE in host.read_text(netmanagers.NETWORK_MANAGER.path)
+
+
+# -- before anything is written -------------------------------------------------------------------------
+
+
+def refused(desk: Desk, host: DnsHost) -> str:
+    """What preflight refuses the host for; nothing was written."""
+    before = sorted(path for path in Path(host.root).rglob("*") if "/run/stratum" not in str(path))
+    with pytest.raises(HostRefusedError) as caught:
+        desk.up(host, bundle(desk))
+    assert sorted(path for path in Path(host.root).rglob("*") if "/run/stratum" not in str(path)) == before
+    return f"{caught.value.message} {caught.value.hint}"
+
+
+def test_a_host_without_a_real_dns_server_is_refused_and_told_what_to_set(desk: Desk, host: DnsHost) -> None:
+    resolved = Path(host.root) / "run/systemd/resolve/resolv.conf"
+    resolved.write_text("# No DNS servers known.\n")
+    assert "spec.localDNS.upstream" in refused(desk, host)
+    path = Path(host.root) / str(CONFIG_PATH).lstrip("/")
+    path.write_text(f"{CONFIG}    upstream: [198.51.100.53]\n")
+    assert desk.up(host, bundle(desk)).status == ExitCode.DONE
+    assert localdns.recorded_upstreams(host) == ("198.51.100.53",)
+
+
+def test_an_upstream_that_is_the_host_itself_is_refused_before_anything_is_written(desk: Desk, host: DnsHost) -> None:
+    path = Path(host.root) / str(CONFIG_PATH).lstrip("/")
+    path.write_text(f"{CONFIG}    upstream: [127.0.0.53]\n")
+    with pytest.raises(StratumError) as caught:
+        desk.up(host, bundle(desk))
+    assert caught.value.reference == "upstream-dns-loop"
+    assert not host.lexists("/opt/stratum")
+
+
+@pytest.mark.parametrize("directory", ["etc/stratum", "opt"])
+def test_a_directory_that_would_keep_localdns_out_is_named_before_anything_is_written(
+    desk: Desk, host: DnsHost, directory: str
+) -> None:
+    place = Path(host.root) / directory
+    place.chmod(0o750)
+    assert f"chmod o+x /{directory}" in refused(desk, host)
+
+
+TABLE = "  sl  local_address rem_address   st tx_queue rx_queue\n"
+
+
+@pytest.mark.parametrize(
+    ("protocol", "line", "taken"),
+    [
+        ("udp", "  1: 00000000:0035 00000000:0000 07 0:0", True),
+        ("udp6", "  1: 00000000000000000000000000000000:0035 00000000000000000000000000000000:0000 07 0:0", True),
+        ("tcp", "  1: 00000000:0035 00000000:0000 0A 0:0", True),
+        ("udp", "  1: 3500007F:0035 00000000:0000 07 0:0", False),  # 127.0.0.53, systemd-resolved
+        ("udp", "  1: 00000000:0044 00000000:0000 07 0:0", False),
+        ("tcp", "  1: 00000000:0035 00000000:0000 01 0:0", False),
+        ("udp", "  1:", False),
+    ],
+)
+def test_a_program_that_has_port_53_of_every_address_is_found(
+    host: DnsHost, protocol: str, line: str, taken: bool
+) -> None:
+    table = Path(host.root) / "proc/net" / protocol
+    table.parent.mkdir(parents=True)
+    table.write_text(f"{TABLE}{line}\n")
+    found = localdnsnet.check_port(host)
+    assert bool(found) is taken
+    if found:
+        assert protocol in found[0].message and "ss -lntup" in found[0].hint
