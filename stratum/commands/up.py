@@ -109,7 +109,7 @@ def build_steps(context: Context, work: Work, stack: Stack, target: Target, goal
     ]
     steps += prerequisites.label_steps(context, work, settings)
     if live:
-        steps += stack_script.network_steps(context, work, stack, bridged=goal.bridged)
+        steps += stack_script.network_steps(context, work, stack, goal=goal)
         steps += stack_script.start_steps(context, work, stack)
         # containerd makes its directories at its first start; what is imported takes its label from them.
         steps += prerequisites.label_steps(context, work, settings, "data-labels")
