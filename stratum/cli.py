@@ -36,6 +36,7 @@ COMMANDS = {
     "exec": ("exec", "run a command in the node's environment"),
     "localdns": ("localdns", "make or remove the interface and rules of LocalDNS, as its unit does"),
     "uninstall": ("uninstall", "remove what Stratum made, and nothing else"),
+    "config": ("config", "check the configuration, and show what is in force"),
     "bundle": ("bundle", "make, sign, verify and read bundles"),
 }
 

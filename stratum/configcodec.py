@@ -24,6 +24,7 @@ __all__ = [
     "spec_from_json",
     "spec_to_json",
     "type_hints",
+    "value_to_json",
     "without_optional",
 ]
 
@@ -110,6 +111,11 @@ def spec_to_json(spec: NodeSpec) -> dict[str, object]:
     found = _to_json(spec)
     assert isinstance(found, dict)
     return found
+
+
+def value_to_json(value: Any) -> Any:
+    """The form in JSON of a field's value that is no token, without the defaults in it."""
+    return _to_json(value)
 
 
 def _to_json(value: Any) -> object:

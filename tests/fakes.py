@@ -190,6 +190,12 @@ class MachineHost(FaultHost):
             return True
         return str(path) == str(containerd.ADDRESS) and self.active("stratum-containerd.service") and not self.silent
 
+    def get_local(self, port: int, path: str, timeout: float) -> tuple[int, bytes]:
+        """The kubelet's healthz."""
+        if (port, path) == (10248, "/healthz") and self.active("stratum-kubelet.service"):
+            return 200, b"ok"
+        raise ConnectionRefusedError(111, "Connection refused")
+
     def chown(self, path: PathLike, uid: int, gid: int) -> None:
         """It says that it is root; the process that plays it may not be."""
         if os.geteuid() == 0:
@@ -406,6 +412,8 @@ def make_tree(root: Path, *, live: bool = False) -> Path:
             (root / name).mkdir(parents=True)
         (root / "proc/self/mountinfo").write_text(MOUNTINFO)
         (root / "proc/sys/kernel/hostname").write_text("node\n")
+        (root / "proc/meminfo").write_text("MemTotal:        2048000 kB\nMemFree: 1 kB\n")
+        (root / "proc/cpuinfo").write_text("processor\t: 0\nprocessor\t: 1\n")
         (root / "proc/filesystems").write_text("nodev\tproc\nnodev\toverlay\n\text4\n")
     return root
 

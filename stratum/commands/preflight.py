@@ -20,6 +20,7 @@ from stratum.errors import (
 from stratum.host import persistence, preflight
 from stratum.host.preflight import REJECT, Finding, Need
 from stratum.node.units import EVERY_UNIT
+from stratum.node.versions import VersionRecord
 from stratum.scripts import node as node_script
 from stratum.scripts.choice import add_bundle_arguments, open_trusted
 from stratum.scripts.context import Context, add_output, add_root
@@ -62,6 +63,7 @@ class Checked:
     findings: list[Finding] = field(default_factory=list)
     needs: list[Need] = field(default_factory=list)
     kubelet: Optional[str] = None
+    record: Optional[VersionRecord] = None
 
 
 def check_bundle(context: Context, arguments: argparse.Namespace) -> Checked:
@@ -72,7 +74,7 @@ def check_bundle(context: Context, arguments: argparse.Namespace) -> Checked:
             if bundle is not None:
                 checked.name = f"{bundle.description.name} {bundle.description.version}"
                 checked.needs = node_script.needs(context, Placement(context.host, load_work(context).receipt, bundle))
-                record = node_script.record_of(bundle)
+                checked.record = record = node_script.record_of(bundle)
                 checked.kubelet = record.component_version("kubelet")
                 checked.findings += check_prerequisites(context, arguments, record)[1]
                 checked.findings += check_plugins(context.host, record, node_script.plugins_of(bundle.description))
@@ -80,8 +82,6 @@ def check_bundle(context: Context, arguments: argparse.Namespace) -> Checked:
     except BundleNotFoundError as error:
         if arguments.bundle is not None:
             raise
-        # Without a bundle it is not known what of a configuration has an effect; whether it is one is.
-        read_merged(context, arguments).check(kubelet=False)
         context.out.note(f"only the host is checked: {error.message}")
     except (BundleError, NotTrustedError, HostRefusedError) as error:
         if isinstance(error, HostRefusedError) and error.reference not in _CHECKS:
@@ -94,6 +94,9 @@ def run(context: Context, arguments: argparse.Namespace) -> int:
     """Check and report; exit status 10 when something rejects."""
     boot.require_compiled(persist=False)
     checked = check_bundle(context, arguments)
+    if checked.record is None:
+        # Without a version it is not known what of a configuration has an effect; whether it is one is.
+        read_merged(context, arguments).check(kubelet=False)
     findings = preflight.check_host(
         context.host,
         needs=checked.needs,

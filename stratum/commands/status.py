@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass
 from typing import Optional
 
 from stratum import lock, systemd
-from stratum.errors import ExitCode
+from stratum.errors import ExitCode, UsageError
 from stratum.host import persistence
 from stratum.host.finding import Finding
 from stratum.journal import Operation
@@ -21,6 +21,7 @@ from stratum.scripts.context import Context, add_output
 from stratum.scripts.prerequisites import find_drift as find_prerequisites
 from stratum.scripts.recover import BESIDE
 from stratum.scripts.run import load_work
+from stratum.scripts.settings import find_differing
 from stratum.steps import Work
 
 
@@ -45,6 +46,7 @@ class Status:
     unfinished: Optional[Operation]
     at_work: bool  # a run holds the lock now: what is unfinished is in progress
     settings: Settings
+    config: str  # how the configuration file differs from what is in force; empty when it does not
     prerequisites: list[Finding]  # swap that is on, kernel settings that are not those of the node
     drop_ins: dict[str, list[str]]  # by unit, those that Stratum did not write
 
@@ -89,9 +91,19 @@ def read_status(context: Context, *, drift: bool = True) -> Status:
         work.journal.unfinished(),
         lock.is_held(context.host),
         settings,
+        differs_from_file(context, settings) if drift else "",
         find_prerequisites(context, settings, record) if record and drift else [],
         {unit: [path for path in state.drop_ins if not work.receipt.get(path)] for unit, state in units.items()},
     )
+
+
+def differs_from_file(context: Context, settings: Settings) -> str:
+    """How the configuration file differs from what is in force; one that is broken differs too."""
+    try:
+        paths = find_differing(context, settings)
+    except UsageError as error:
+        return f"cannot be used: {error.message}"
+    return f"says otherwise than what is in force: {', '.join(paths)} (to apply it: stratum up)" if paths else ""
 
 
 def wait_ready(context: Context, seconds: float) -> None:
@@ -131,6 +143,10 @@ def print_text(context: Context, status: Status) -> None:
             out.result(f"           {status.unfinished.error}")
     if status.settings.node_ip:
         out.result(f"node IP    {status.settings.node_ip}")
+    if status.settings.node_name:
+        out.result(f"node name  {status.settings.node_name}")
+    if status.config:
+        out.result(f"config     the configuration {status.config}")
     for finding in status.prerequisites:
         out.result(f"host       {finding.message}")
     for line in status.drift[:8]:
@@ -163,7 +179,9 @@ def run(context: Context, arguments: argparse.Namespace) -> int:
             "containerdAnswers": status.answers,
             "enabled": status.enabled,
             "nodeIP": status.settings.node_ip or None,
+            "nodeName": status.settings.node_name or None,
             "profile": status.settings.profile,
+            "config": status.config or None,
             "host": [finding.to_json() for finding in status.prerequisites],
             "drift": status.drift,
             "unfinished": asdict(status.unfinished) if status.unfinished else None,

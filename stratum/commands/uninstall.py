@@ -27,13 +27,14 @@ from stratum.host import (
 )
 from stratum.journal import JOURNAL_PATH
 from stratum.node import cni, containerd
+from stratum.node.kubeletroot import kubelet_mount_roots, plan_kubelet_remains
 from stratum.node.layout import Layout
 from stratum.node.stack import Stack
 from stratum.node.traces import plan_traces
 from stratum.node.units import EVERY_UNIT, SYSTEMD_DIR, UNIT_KUBELET, drop_in_dir
 from stratum.receipt import STATE_DIRECTORY
 from stratum.removal import Left, Removal, plan_removal
-from stratum.scripts import prerequisites
+from stratum.scripts import localdns, prerequisites
 from stratum.scripts import stack as stack_script
 from stratum.scripts.context import Context, add_dry_run, add_output, add_root
 from stratum.scripts.recover import recover
@@ -164,8 +165,13 @@ def teardown_steps(context: Context, work: Work, stack: Stack) -> list[Step]:
             "remove what dead containers left in /run",
             lambda: [*plan_traces(context.host), *plan_cdi_removal(work)],
         ),
-        Step("unmount", "take away mounts below Stratum's directories", lambda: mounts.plan_unmount(work, ROOTS)),
+        Step(
+            "unmount",
+            "take away mounts below Stratum's directories",
+            lambda: mounts.plan_unmount(work, (*ROOTS, *kubelet_mount_roots(work))),
+        ),
         Step("network", "remove the container bridge", lambda: plan_network(context, work)),
+        Step("localdns", "remove the network of LocalDNS", lambda: localdns.plan_teardown(work)),
         Step("stop-supervisor", "stop the supervisor", lambda: plan_stop_supervisor(context)),
         # Last: what still ran until here needed it.
         *restore_steps(context, work),
@@ -179,7 +185,8 @@ def restore_steps(context: Context, work: Work) -> list[Step]:
 
 def delete_steps(context: Context, work: Work, removal: Removal, *, dry_run: bool) -> list[Step]:
     """The deletion, then systemd's own memory, the record last: until then a run that is cut off can go on."""
-    steps = [Step("delete", "delete what the receipt lists", lambda: removal.actions)]
+    remains = plan_kubelet_remains(work)
+    steps = [Step("delete", "delete what the receipt lists", lambda: [*remains, *removal.actions])]
     if context.host.live:
         steps += [
             Step("forget", "let systemd forget the units", lambda: plan_reload(context)),

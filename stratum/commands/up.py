@@ -21,8 +21,8 @@ from stratum.node.units import EVERY_UNIT
 from stratum.node.versions import usable_record
 from stratum.removal import plan_removal
 from stratum.scripts import images as image_script
+from stratum.scripts import kubelet, prerequisites, supervise, switch
 from stratum.scripts import node as node_script
-from stratum.scripts import prerequisites, supervise, switch
 from stratum.scripts import stack as stack_script
 from stratum.scripts.choice import add_bundle_arguments, open_trusted
 from stratum.scripts.context import Context, add_dry_run, add_output, add_root
@@ -109,7 +109,7 @@ def build_steps(context: Context, work: Work, stack: Stack, target: Target, goal
     ]
     steps += prerequisites.label_steps(context, work, settings)
     if live:
-        steps += stack_script.network_steps(context, work, stack, goal=goal)
+        steps += stack_script.network_steps(context, work, stack, goal)
         steps += stack_script.start_steps(context, work, stack)
         # containerd makes its directories at its first start; what is imported takes its label from them.
         steps += prerequisites.label_steps(context, work, settings, "data-labels")
@@ -128,7 +128,9 @@ def _bring_up(context: Context, arguments: argparse.Namespace, work: Work, stack
         target = read_target(work, layout, bundle)
         check_version(layout, target)
         chosen = check_preflight(context, arguments, target)
-        goal = Goal(target.record, target.plugins, chosen.settings)
+        goal = Goal(
+            target.record, target.plugins, chosen.settings, kubelet.join_of(context.host, chosen, target.record)
+        )
         check_places(context, work, layout, goal)
         steps = build_steps(context, work, stack, target, goal)
         return perform(

@@ -14,8 +14,8 @@ from stratum.errors import ExitCode, NotInstalledError, StratumError, UsageError
 from stratum.node.layout import Layout
 from stratum.node.stack import Stack
 from stratum.node.versions import read_record
+from stratum.scripts import kubelet, prerequisites, switch
 from stratum.scripts import node as node_script
-from stratum.scripts import prerequisites, switch
 from stratum.scripts.choice import add_bundle_arguments, open_trusted
 from stratum.scripts.context import Context, add_dry_run, add_output
 from stratum.scripts.goal import Goal
@@ -118,7 +118,9 @@ def run(context: Context, arguments: argparse.Namespace) -> int:
                 outcome = Outcome()
             else:
                 chosen = check_preflight(context, arguments, target)
-                goal = Goal(target.record, target.plugins, chosen.settings)
+                goal = Goal(
+                    target.record, target.plugins, chosen.settings, kubelet.join_of(context.host, chosen, target.record)
+                )
                 outcome = upgrade(context, arguments, work, stack, target, goal)
     report(context, "upgrade", outcome, dry_run=dry_run, more={"from": current, "to": target.record.version})
     if not dry_run and not arguments.prepare_only:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Optional
 
 from stratum.config import WORKER, NodeSpec
 from stratum.errors import UsageError
@@ -59,8 +59,6 @@ _EVICTION = {
     "imagefs.inodesFree": "5%",
 }
 _PIDS = 4096  # of one pod: enough for any ordinary one, and eight of them do not fill a kernel's default of 32768
-_RESOLVED = HostPath("/run/systemd/resolve/resolv.conf")
-_RESOLV_CONF = HostPath("/etc/resolv.conf")
 
 # What a kubelet may say of itself: KubeletLabels and KubeletLabelNamespaces in staging/src/k8s.io/kubelet/pkg/apis.
 _LABEL_DOMAINS = ("kubelet.kubernetes.io", "node.kubernetes.io")
@@ -90,28 +88,23 @@ class KubeletFacts:
     version: str  # of the kubelet in the version that will be active
     memory: int  # bytes
     cpus: int
-    resolv_conf: str  # the file that names real servers; empty when there is none
+    resolv_conf: str = ""  # the file that names real servers; empty when there is none
+    local_dns: tuple[str, ...] = ()  # the address of LocalDNS, on a node that has it
 
 
-def read_facts(host: Host, version: str) -> KubeletFacts:
-    """The facts of this machine for a kubelet of ``version``; raises OSError when procfs cannot be read."""
+def read_facts(
+    host: Host, version: str, resolv_conf: Optional[HostPath], *, local_dns: tuple[str, ...] = ()
+) -> KubeletFacts:
+    """The facts of this machine for a kubelet of ``version``. Raises OSError when procfs cannot be read.
+
+    A tree that will be another machine's has no memory and no processors: that machine reserves at its first start.
+    """
+    resolv = str(resolv_conf) if resolv_conf else ""
+    if not host.live:
+        return KubeletFacts(version, 0, 1, resolv, local_dns)
     found = re.search(r"^MemTotal:\s*(\d+) kB", host.read_text("/proc/meminfo"), re.MULTILINE)
     cpus = len(re.findall(r"^processor\s*:", host.read_text("/proc/cpuinfo"), re.MULTILINE))
-    return KubeletFacts(version, int(found[1]) * 1024 if found else 0, max(cpus, 1), choose_resolv_conf(host))
-
-
-def choose_resolv_conf(host: Host) -> str:
-    """The resolver file that pods of ``dnsPolicy: Default`` get: never one that names only the host's loopback.
-
-    systemd-resolved keeps the real servers in a file of its own (systemd-resolved.service(8)).
-    """
-    try:
-        text = host.read_text(_RESOLV_CONF)
-    except OSError:
-        return ""
-    servers = re.findall(r"^[ \t]*nameserver[ \t]+(\S+)", text, re.MULTILINE)
-    stub = servers and all(server.startswith("127.") or server == "::1" for server in servers)
-    return str(_RESOLVED if stub and host.exists(_RESOLVED) else _RESOLV_CONF)
+    return KubeletFacts(version, int(found[1]) * 1024 if found else 0, max(cpus, 1), resolv, local_dns)
 
 
 def _share(amount: float, steps: tuple[tuple[int, float], ...], rest: float) -> float:
@@ -136,7 +129,7 @@ def kubelet_config(settings: Settings, facts: KubeletFacts) -> dict[str, Any]:
     spec = settings.spec
     worker = spec.role == WORKER
     check_kubelet(spec, facts.version)
-    dns = (spec.local_dns.address,) if spec.local_dns.enabled else spec.cluster.dns
+    dns = facts.local_dns or spec.cluster.dns
     config: dict[str, Any] = {
         "apiVersion": "kubelet.config.k8s.io/v1beta1",
         "kind": "KubeletConfiguration",

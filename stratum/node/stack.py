@@ -8,16 +8,20 @@ from __future__ import annotations
 
 import errno
 import json
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from stratum import systemd
 from stratum.errors import CommandError, StratumError
-from stratum.node import cni, containerd, pods, reaper
+from stratum.node import cni, containerd, localdns, pods, reaper
+from stratum.node.kubelet import kubelet_inputs
+from stratum.node.kubeletready import wait_kubelet
 from stratum.node.layout import Layout
+from stratum.node.localdns import wait_localdns
+from stratum.node.proxy import PROXY_FILE
 from stratum.node.settings import read_settings
 from stratum.node.stackspec import unit_spec
 from stratum.node.units import (
-    KUBELET_CONFIG,
     SYSTEMD_DIR,
     UNIT_CONTAINERD,
     UNIT_KUBELET,
@@ -37,12 +41,6 @@ STEADY_TIME = 3.0  # seconds that a new version must go on for after its first a
 _STEADY_POLL = 0.5
 _GRACE = 10.0  # seconds that containers have to end by themselves
 _DYING = 3.0  # seconds that a killed process may keep its cgroup busy
-# The program of each unit, and the files that it reads at its start and not later.
-_FILES = {
-    UNIT_LOCALDNS: ("coredns",),
-    UNIT_CONTAINERD: ("containerd", containerd.CONFIG_PATH),
-    UNIT_KUBELET: ("kubelet", KUBELET_CONFIG),
-}
 # containerd puts containers without a systemd slice below a group named after their namespace.
 CONTAINER_CGROUPS = tuple(HostPath("/sys/fs/cgroup") / name for name in (containerd.NAMESPACE, "k8s.io"))
 
@@ -80,8 +78,8 @@ class Stack:
     def inputs(self, unit: str) -> dict[str, str]:
         """What a running unit depends on: the version, the digests of its files, and which program file it is."""
         found = {"version": self.layout.current() or ""}
-        program, *files = _FILES[unit]
-        for path in (SYSTEMD_DIR / unit, *self._drop_ins(unit), *map(HostPath, files)):
+        program, files = self._reads(unit)
+        for path in (SYSTEMD_DIR / unit, *self._drop_ins(unit), *files):
             if self.host.exists(path):
                 found[str(path)] = file_digest(self.host, path)
         path = self.layout.bin_dir / program
@@ -90,6 +88,16 @@ class Stack:
             info = self.host.stat(path)
             found[str(path)] = f"{info.st_dev}:{info.st_ino}:{info.st_mtime_ns}"
         return found
+
+    def _reads(self, unit: str) -> tuple[str, Sequence[HostPath]]:
+        """The program of a unit, and the files that it reads at its start and not later."""
+        if unit == UNIT_KUBELET:
+            return "kubelet", (PROXY_FILE, *kubelet_inputs(read_settings(self.host)))
+        if unit == UNIT_LOCALDNS:
+            return "coredns", (self.layout.current_link / localdns.SUPERVISOR,)
+        fragments = containerd.FRAGMENT_DIR
+        names = self.host.listdir(fragments) if self.host.is_dir(fragments) else []
+        return "containerd", (containerd.CONFIG_PATH, PROXY_FILE, *(fragments / name for name in names))
 
     def _drop_ins(self, unit: str) -> list[HostPath]:
         directory = drop_in_dir(unit)
@@ -121,6 +129,10 @@ class Stack:
         """The gate behind a unit: it answers. Raises :class:`StratumError`."""
         if unit == UNIT_CONTAINERD:
             self.ctr.wait_until_answers(timeout)
+        elif unit == UNIT_KUBELET:
+            wait_kubelet(self.host, read_settings(self.host))
+        elif unit == UNIT_LOCALDNS:
+            wait_localdns(self.host, read_settings(self.host).spec.local_dns.address)
 
     def wait_steady(self, seconds: float = STEADY_TIME) -> None:
         """See that units which answered do not end right after it. Raises :class:`StratumError`."""

@@ -4,16 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from stratum.node import containerd
+from stratum.node import containerd, localdns
+from stratum.node.kubeletconfig import kubelet_arguments
 from stratum.node.layout import Layout
+from stratum.node.proxy import proxy_file
 from stratum.node.settings import Settings
 from stratum.node.units import UnitSpec
 from stratum.node.versions import VersionRecord
 from stratum.systemd import render_command
 
 __all__ = ["is_kubernetes_node", "serves_dns", "unit_spec"]
-
-LOCALDNS_SCRIPT = "libexec/stratum-localdns"  # below the version
 
 
 def is_kubernetes_node(record: VersionRecord) -> bool:
@@ -23,7 +23,7 @@ def is_kubernetes_node(record: VersionRecord) -> bool:
 
 def serves_dns(record: VersionRecord, settings: Settings) -> bool:
     """Whether the node has LocalDNS: CoreDNS is in the version and the configuration asks for it."""
-    return settings.spec.local_dns.enabled and record.component_version("coredns") is not None
+    return settings.spec.local_dns.enabled and record.component_version(localdns.COMPONENT) is not None
 
 
 def unit_spec(
@@ -36,7 +36,9 @@ def unit_spec(
         layout.bin_dir,
         containerd.CONFIG_PATH,
         kubelet=kubelet,
-        localdns=str(layout.current_link / LOCALDNS_SCRIPT) if serves_dns(record, settings) else "",
+        kubelet_arguments=kubelet_arguments(settings) if kubelet else (),
+        proxy_file=proxy_file(settings),
+        localdns=str(layout.current_link / localdns.SUPERVISOR) if serves_dns(record, settings) else "",
         gpu_setup=tuple(tuple(command) for command in gpu_setup),
         launch_check=render_command(check) if kubelet and check else "",
     )

@@ -15,7 +15,6 @@ from stratum.compiled import ROOT_PLACES
 from stratum.host import (
     firewalld,
     fstab,
-    localdnsnet,
     modules,
     netmanagers,
     persistence,
@@ -25,6 +24,7 @@ from stratum.host import (
     sysctls,
 )
 from stratum.node import cni, traces
+from stratum.node.kubeletroot import KUBELET_TREES
 from stratum.node.units import EVERY_UNIT, SYSTEMD_DIR
 from stratum.receipt import STATE_DIRECTORY
 from stratum.system import HostPath
@@ -72,7 +72,7 @@ def footprint() -> tuple[Place, ...]:
         Place(str(persistence.OVERRIDE), "for as long as uninstall runs: no restart of the supervisor"),
         *(Place(str(SYSTEMD_DIR / unit), "a unit of the stack") for unit in EVERY_UNIT),
         *(Place(f"{SYSTEMD_DIR / unit}.d/*", "its drop-ins") for unit in EVERY_UNIT),
-        Place(str(localdnsnet.UNIT_PATH), "makes the interface and the rules of LocalDNS"),
+        *(Place(f"{path}/", "what a kubelet keeps, by the kubelet") for path in KUBELET_TREES),
         Place(str(cni.CONFIG_PATH), "the bridge network"),
         Place(f"{cni.HOST_BIN_DIR}/*", "links to the CNI plugins of the bundle"),
         Place(f"{cni.RESULTS}/*", "what containers were given, by libcni"),

@@ -6,9 +6,10 @@ from dataclasses import dataclass
 from typing import Optional
 
 from stratum.config import WORKER
+from stratum.node.kubeconfig import Join
 from stratum.node.layout import Layout
 from stratum.node.settings import Settings, read_settings
-from stratum.node.stackspec import is_kubernetes_node, unit_spec
+from stratum.node.stackspec import is_kubernetes_node, serves_dns, unit_spec
 from stratum.node.units import UnitSpec
 from stratum.node.versions import VersionRecord, read_record
 from stratum.scripts.runtime import gpu_setup
@@ -23,15 +24,20 @@ class Goal:
     record: VersionRecord
     plugins: tuple[str, ...]
     settings: Settings
+    join: Optional[Join] = None  # what this run joins a cluster with; nothing of it is recorded
 
     @property
     def bridged(self) -> bool:
-        """Whether the node has the bridge network: a worker's cluster brings a network of its own."""
-        if "bridge" not in self.plugins:
-            return False
-        spec = self.settings.spec
-        worker = is_kubernetes_node(self.record) and spec.role == WORKER
-        return not worker if spec.network.bridge is None else spec.network.bridge
+        """Whether the node has the bridge network: no worker has it unasked, whose cluster brings a network."""
+        wanted = self.settings.spec.network.bridge
+        if wanted is None:
+            wanted = not (is_kubernetes_node(self.record) and self.settings.spec.role == WORKER)
+        return wanted and "bridge" in self.plugins
+
+    @property
+    def serves_dns(self) -> bool:
+        """Whether the node has LocalDNS."""
+        return serves_dns(self.record, self.settings)
 
     def unit_spec(self, layout: Layout) -> UnitSpec:
         """What its units are rendered from."""

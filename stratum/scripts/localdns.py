@@ -7,10 +7,8 @@ from collections.abc import Sequence
 from stratum import systemd
 from stratum.host import localdnsnet, resolvers
 from stratum.node import localdns
-from stratum.node.layout import Layout
 from stratum.node.settings import Settings
-from stratum.node.versions import VersionRecord
-from stratum.steps import Action, Call, Work, withdraw
+from stratum.steps import Action, Call, Command, Work, withdraw
 from stratum.system import Host
 
 __all__ = [
@@ -21,20 +19,8 @@ __all__ = [
     "plan_network",
     "plan_teardown",
     "plan_withdrawal",
-    "supervisor_path",
     "upstreams_of",
-    "wanted",
 ]
-
-
-def wanted(settings: Settings, record: VersionRecord) -> bool:
-    """Whether this node has a LocalDNS: the configuration asks for it, and the version has a CoreDNS."""
-    return settings.spec.local_dns.enabled and record.component_version(localdns.COMPONENT) is not None
-
-
-def supervisor_path(layout: Layout) -> str:
-    """What ``UnitSpec.localdns`` is: the script of the active version, through the link."""
-    return str(layout.current_link / localdns.SUPERVISOR)
 
 
 def upstreams_of(host: Host, settings: Settings) -> tuple[str, ...]:
@@ -50,12 +36,12 @@ def upstreams_of(host: Host, settings: Settings) -> tuple[str, ...]:
 
 
 def plan_configuration(work: Work, settings: Settings) -> list[Action]:
-    """The Corefile and the unit of the network; both before systemd reads its units again."""
+    """The Corefile and the unit of the network, which systemd is told of."""
     address = localdnsnet.check_address(settings.spec.local_dns.address)
-    return [
-        *localdns.plan_localdns(work, settings, upstreams_of(work.host, settings)),
-        *localdnsnet.plan_network_unit(work, address),
-    ]
+    unit = localdnsnet.plan_network_unit(work, address)
+    if unit and work.host.live:
+        unit.append(Command(("systemctl", "daemon-reload"), 60.0))
+    return [*localdns.plan_localdns(work, settings, upstreams_of(work.host, settings)), *unit]
 
 
 def plan_network(host: Host, settings: Settings) -> list[Action]:
@@ -77,6 +63,8 @@ def plan_teardown(work: Work) -> list[Action]:
     """
     host = work.host
     actions: list[Action] = []
+    if not host.live:
+        return actions
     if host.lexists(localdnsnet.UNIT_PATH):
         state = systemd.read_units(host, [localdnsnet.UNIT])[localdnsnet.UNIT]
         if state.active not in ("inactive", "failed"):

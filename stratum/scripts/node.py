@@ -15,15 +15,16 @@ from stratum.bundle.verify import VerifiedBundle
 from stratum.errors import BundleError, StratumError
 from stratum.host import network, persistence, program
 from stratum.host.preflight import Need
-from stratum.node import cni, containerd
+from stratum.node import cni, containerd, proxy
 from stratum.node.backend import Backend
 from stratum.node.history import note_activation, read_history
 from stratum.node.layout import Layout
 from stratum.node.settings import Settings
 from stratum.node.stack import Stack
-from stratum.node.units import stack_units
+from stratum.node.units import UNIT_LOCALDNS, UNIT_LOCALDNS_NETWORK, stack_units
 from stratum.node.versions import VersionRecord, assemble, differences, outdated, read_record, relink, usable_record
 from stratum.receipt import STATE_DIRECTORY, Entry
+from stratum.scripts import kubelet, localdns
 from stratum.scripts.context import Context
 from stratum.scripts.goal import Goal
 from stratum.scripts.runtime import plan_runtime
@@ -139,9 +140,19 @@ def plan_version(work: Work, layout: Layout, record: VersionRecord) -> list[Acti
 
 
 def plan_configuration(work: Work, goal: Goal, warn: Optional[Callable[[str], object]] = None) -> list[Action]:
-    """The configuration of each program of the stack, in the format of its release; ``warn`` as in plan_runtime."""
+    """The configuration of each program of the stack, in the format of its release; ``warn`` as in plan_runtime.
+
+    Raises :class:`StratumError` for settings that a program would not take, and a worker without a way to join.
+    """
     containerd_version(goal.record)
-    return plan_runtime(work, goal.record, goal.settings, warn)
+    actions = [
+        *plan_runtime(work, goal.record, goal.settings, warn),
+        *proxy.plan_proxy(work, goal.settings),
+        *kubelet.plan_files(work, goal),
+    ]
+    if goal.serves_dns:
+        actions += localdns.plan_configuration(work, goal.settings)
+    return list(dict.fromkeys(actions))
 
 
 def containerd_version(record: VersionRecord) -> str:
@@ -202,7 +213,8 @@ def plan_units(work: Work, layout: Layout, goal: Goal) -> list[Action]:
 
 def _needs_reload(work: Work, units: Sequence[str]) -> bool:
     # A run that was cut off between a unit file and the reload leaves this behind.
-    states = systemd.read_units(work.host, (*units, persistence.UNIT))
+    known = [UNIT_LOCALDNS_NETWORK] if UNIT_LOCALDNS in units else []
+    states = systemd.read_units(work.host, (*known, *units, persistence.UNIT))
     return any(state.needs_reload or not state.installed for state in states.values())
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import Optional
 
 from stratum.config import WORKER
 from stratum.errors import HostRefusedError
@@ -16,7 +17,14 @@ from stratum.host import modules, netmanagers, rootmount, selinux, swap, sysctls
 from stratum.host.addresses import read_network
 from stratum.host.detection import detect_node_ips, families_of
 from stratum.host.finding import REJECT, Finding
-from stratum.host.nodeip import RECORDED, check_argument, check_node_ip, check_pinned, resolve_node_ip
+from stratum.host.nodeip import (
+    RECORDED,
+    check_argument,
+    check_node_ip,
+    check_pinned,
+    resolve_node_ip,
+    resolve_without_config,
+)
 from stratum.host.nodename import choose_node_name
 from stratum.host.profiles import BASE, Profile, Sysctl, find_profile
 from stratum.node import cni
@@ -24,6 +32,7 @@ from stratum.node.layout import Layout
 from stratum.node.settings import Settings, plan_settings, read_settings
 from stratum.node.stackspec import is_kubernetes_node
 from stratum.node.versions import VersionRecord
+from stratum.scripts import kubelet
 from stratum.scripts.context import Context
 from stratum.scripts.runtime import check_runtime
 from stratum.scripts.settings import Chosen, read_join, read_merged
@@ -105,9 +114,12 @@ def name_node(context: Context, settings: Settings, record: VersionRecord) -> Se
     return replace(settings, node_name=choice.name, sources={**settings.sources, "nodeName": source})
 
 
-def address_node(context: Context, settings: Settings, record: VersionRecord, *, flag: str = "") -> Settings:
+def address_node(
+    context: Context, settings: Settings, record: VersionRecord, *, flag: Optional[str] = None
+) -> Settings:
     """``settings`` with the node's address; none for a container host, and in a tree, whose machine will find its own.
 
+    ``flag`` is the option's value, empty when it was not given; None at a start without options and file.
     Raises :class:`UsageError` for one that is no use, :class:`HostRefusedError` where none can be found, or where
     the recorded one is gone.
     """
@@ -119,7 +131,11 @@ def address_node(context: Context, settings: Settings, record: VersionRecord, *,
             check_node_ip(given, families)
         return _with_address(settings, given, "option --node-ip") if flag else settings
     network = read_network(host)
-    choice = resolve_node_ip(flag, recorded, configured, host.environ, lambda: detect_node_ips(network, families))
+    if flag is None and not configured:
+        choice = resolve_without_config("", recorded, host.environ, lambda: detect_node_ips(network, families))
+    else:
+        flag = flag or ""
+        choice = resolve_node_ip(flag, recorded, configured, host.environ, lambda: detect_node_ips(network, families))
     check_node_ip(choice.ip, families)
     if choice.source == RECORDED:
         check_pinned(choice.ip, network)
@@ -175,6 +191,7 @@ def check_prerequisites(
         findings += selinux.check_policy(context.host, _policy(context, chosen.settings))
         findings += modules.check_modules(context.host, _modules(record), before_loading=True)
         findings += check_runtime(context.host, record, chosen.settings)
+    findings += kubelet.check_kubernetes(context, chosen.settings, record)
     return chosen, [finding for finding in findings if finding.check not in arguments.skip_check]
 
 

@@ -92,7 +92,12 @@ class Merged:
 
     def check(self, *, kubelet: bool) -> None:
         """Refuse what is wrong, or missing for a node with a ``kubelet``; raises :class:`UsageError`."""
-        problems = [problem for problem in check_spec(self.spec, PROFILES) if not problem.odd]
+        # A path on the command line is one of this process, from where it stands.
+        paths = [path for path in ("cluster.caFile", "cluster.tokenFile") if self.is_option(path)]
+        spec = self.spec
+        for path in paths:
+            spec = set_field(spec, path, f"/{path}")
+        problems = [problem for problem in check_spec(spec, PROFILES) if not problem.odd]
         if kubelet and self.spec.role == WORKER:
             problems += check_join(self.spec.cluster, joined=self.joined)
         if problems:

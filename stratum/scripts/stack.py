@@ -16,15 +16,17 @@ from stratum.node.settings import Settings, plan_settings
 from stratum.node.stack import CONTAINER_CGROUPS, Stack
 from stratum.node.units import (
     EVERY_UNIT,
+    SYSTEMD_DIR,
     UNIT_CONTAINERD,
     UNIT_KUBELET,
     UNIT_KUBELET_LAUNCH_CHECK,
+    UNIT_LOCALDNS_NETWORK,
     UnitSpec,
     stack_units,
 )
 from stratum.receipt import STATE_DIRECTORY
 from stratum.scripts import images as image_script
-from stratum.scripts import node
+from stratum.scripts import kubelet, localdns, node
 from stratum.scripts.context import Context
 from stratum.scripts.goal import Goal, goal_in_force
 from stratum.steps import Action, Call, Command, PlaceLink, Step, Work
@@ -75,6 +77,8 @@ def _gate(context: Context, work: Work, stack: Stack, unit: str) -> None:
     if unit == UNIT_CONTAINERD and UNIT_KUBELET in stack.units:
         # Before the kubelet starts: it would try to pull what is in the bundle.
         image_script.import_now(context, work, stack)
+    if unit == UNIT_KUBELET:
+        kubelet.finish_join(work)
     stack.note_started(unit)
 
 
@@ -88,7 +92,9 @@ def plan_version_needs(work: Work, stack: Stack, goal: Goal, warn: Optional[Warn
 
 
 def _plan_configure(context: Context, work: Work, stack: Stack, goal: Goal) -> list[Action]:
-    return [*plan_release(stack, context.out.warn), *plan_version_needs(work, stack, goal)]
+    # The stack has stopped: what LocalDNS had of the network can go, if it is not to come back.
+    gone = [] if goal.serves_dns else [action for step in localdns_steps(work, goal) for action in step.plan()]
+    return [*plan_release(stack, context.out.warn), *gone, *plan_version_needs(work, stack, goal)]
 
 
 def _configure(context: Context, work: Work, stack: Stack, goal: Goal) -> None:
@@ -243,18 +249,26 @@ def plan_masquerade(stack: Stack, bridged: Optional[Settings]) -> list[Action]:
     ]
 
 
-def network_steps(context: Context, work: Work, stack: Stack, *, goal: Optional[Goal] = None) -> list[Step]:
-    """The container network of this boot: nothing of an earlier one, and the way out.
+def localdns_steps(work: Work, goal: Goal) -> list[Step]:
+    """The network of LocalDNS; on a node without it, what takes away one that it had."""
+    if goal.serves_dns:
+        make = functools.partial(localdns.plan_network, work.host, goal.settings)
+        return [Step("localdns", "make the network of LocalDNS", make)]
+    if work.receipt.get(SYSTEMD_DIR / UNIT_LOCALDNS_NETWORK) is None:
+        return []
+    return [Step("localdns", "take the network of LocalDNS away", lambda: localdns.plan_withdrawal(work))]
 
-    ``goal`` tells a dry run whether an earlier step writes the network, and which.
-    """
-    settings = goal.settings if goal and goal.bridged else None
+
+def network_steps(context: Context, work: Work, stack: Stack, goal: Goal) -> list[Step]:
+    """The container network of this boot: nothing of an earlier one, and the way out; and that of LocalDNS."""
+    settings = goal.settings if goal.bridged else None
 
     def plan_stale() -> list[Action]:
         attached = cni.read_attachments(stack.host)
         return [] if not attached or stack.shims() or stack.ctr.answers() else plan_release(stack, context.out.warn)
 
     return [
+        *localdns_steps(work, goal),
         Step("release-network", "give back what containers of an earlier boot held", plan_stale),
         Step(
             "firewall",

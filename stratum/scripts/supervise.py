@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import functools
 from typing import NoReturn
 
 from stratum import lock
 from stratum.errors import NotInstalledError, StratumError, system_error
 from stratum.host.notify import extend_start, notify, watchdog_of
 from stratum.node.layout import Layout
-from stratum.node.settings import Settings, read_settings
+from stratum.node.settings import read_settings
 from stratum.node.stack import Stack
+from stratum.node.stackspec import is_kubernetes_node
 from stratum.node.versions import VersionRecord, read_record
 from stratum.scripts import images as image_script
+from stratum.scripts import node as node_script
 from stratum.scripts import prerequisites
 from stratum.scripts import stack as stack_script
 from stratum.scripts.context import Context
@@ -35,13 +38,18 @@ def _active(stack: Stack) -> VersionRecord:
     return record
 
 
-def _host_steps(context: Context, work: Work, stack: Stack, settings: Settings, record: VersionRecord) -> list[Step]:
+def _host_steps(context: Context, work: Work, stack: Stack, goal: Goal) -> list[Step]:
     """What the host must be, in order: the same steps at each start and when something came undone."""
-    bridged = Goal(record, stack.layout.plugins(record.version), settings).bridged
+    settings, record = goal.settings, goal.record
+    steps = prerequisites.prerequisite_steps(context, work, settings, record, bridged=goal.bridged)
+    if is_kubernetes_node(record):
+        # It depends on what changes under a node: resolvers, dates of certificates, a join that is complete by now.
+        configure = functools.partial(node_script.plan_configuration, work, goal)
+        steps.append(Step("configure", "write the configuration", configure))
     return [
-        *prerequisites.prerequisite_steps(context, work, settings, record, bridged=bridged),
+        *steps,
         *prerequisites.label_steps(context, work, settings),
-        *stack_script.network_steps(context, work, stack),
+        *stack_script.network_steps(context, work, stack, goal),
     ]
 
 
@@ -56,7 +64,7 @@ def bring_up(context: Context, stack: Stack) -> None:
         context.out.warn(f"{finding.message}; {finding.hint}")
     steps: list[Step] = [
         prerequisites.settings_step(work, settings),
-        *_host_steps(context, work, stack, settings, record),
+        *_host_steps(context, work, stack, Goal(record, stack.layout.plugins(record.version), settings)),
         *stack_script.start_steps(context, work, stack),
         *image_script.import_steps(context, stack, record),
     ]
@@ -72,7 +80,8 @@ def put_right(context: Context, stack: Stack) -> list[StratumError]:
     recover(context, work, stack, command="supervise")
     errors: list[StratumError] = []
     record = _active(stack)
-    steps = _host_steps(context, work, stack, read_settings(context.host), record)
+    goal = Goal(record, stack.layout.plugins(record.version), read_settings(context.host))
+    steps = _host_steps(context, work, stack, goal)
     if stack.ctr.answers():
         steps += image_script.import_steps(context, stack, record)
     for step in steps:

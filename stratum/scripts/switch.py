@@ -38,6 +38,8 @@ _SELF_CHECKS = {
     "containerd-shim-runc-v2": ("-v",),
     "runc": ("--version",),
     "ctr": ("--version",),
+    "kubelet": ("--version",),
+    "coredns": ("-version",),
 }
 _CHECK_TIMEOUT = 30.0
 

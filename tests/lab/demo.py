@@ -5,13 +5,13 @@ They are made as a release engineer makes them, with the pyz: keygen, build, sig
 
 from __future__ import annotations
 
+import hashlib
 import shutil
 import subprocess
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Optional
 
 from tests.lab import tools
 from tests.lab.image import Image
@@ -42,7 +42,9 @@ def make_publisher(pyz: Path, directory: Path, name: str = "publisher") -> Publi
     return publisher
 
 
-KUBELET = "1.34.1"
+#: Debian has neither a kubelet nor a CoreDNS: these stand in for them, and check what they are given as strictly.
+STANDINS = Path(__file__).parents[1] / "standins"
+KUBELET, COREDNS = "1.34.1", "1.12.1"
 
 
 def definition(
@@ -50,9 +52,10 @@ def definition(
     serial: int,
     packages: dict[str, Package],
     images: Sequence[tuple[str, Path]],
-    kubelet: Optional[Path] = None,
+    *,
+    kubelet: bool = False,
 ) -> str:
-    """A bundle definition over unpacked Debian packages; ``kubelet`` is a stand-in, for Debian has none."""
+    """A bundle definition over unpacked Debian packages; ``kubelet`` adds the stand-ins of a Kubernetes node."""
 
     def release(name: str) -> str:
         return packages[name].version.partition("~")[0].partition("+")[0].rpartition(":")[2]
@@ -83,9 +86,14 @@ components:
     if kubelet:
         text += f"""  - name: kubelet
     version: "{KUBELET}"
-    source: {{file: {kubelet}}}
+    source: {{file: {STANDINS / "kubelet.py"}}}
     files:
       - {{to: bin/kubelet}}
+  - name: coredns
+    version: "{COREDNS}"
+    source: {{file: {STANDINS / "coredns.py"}}}
+    files:
+      - {{to: bin/coredns}}
 """
     if images:
         text += "images:\n"
@@ -104,7 +112,7 @@ def build_bundle(
     serial: int = 1,
     kubelet: bool = False,
 ) -> Path:
-    """Build and sign a bundle as ``demo-VERSION.tar`` in ``directory``; ``kubelet`` adds a stand-in for one."""
+    """Build and sign a bundle as ``demo-VERSION.tar`` in ``directory``; ``kubelet`` adds stand-ins."""
     work = directory / f"demo-{version}"
     shutil.rmtree(work, ignore_errors=True)
     work.mkdir(parents=True)
@@ -113,12 +121,7 @@ def build_bundle(
         path = work / f"image-{number}.tar"
         path.write_bytes(image.oci_archive())
         named.append((image.reference, path))
-    stand_in = work / "kubelet" if kubelet else None
-    if stand_in:
-        note = "# A stand-in of the tests: it makes the version that of a Kubernetes node."
-        stand_in.write_text(f"#!/bin/sh\n{note}\necho Kubernetes v{KUBELET}\n")
-        stand_in.chmod(0o755)
-    (work / "demo.yaml").write_text(definition(version, serial, packages, named, stand_in))
+    (work / "demo.yaml").write_text(definition(version, serial, packages, named, kubelet=kubelet))
     bundle = directory / f"demo-{version}.tar"
     bundle.unlink(missing_ok=True)
     publisher.run("bundle", "build", str(work / "demo.yaml"), "-o", str(bundle), "--key", str(publisher.secret))
@@ -132,8 +135,8 @@ def cached_bundle(
     parts = [pyz.parent.name, *(f"{item.name}={item.version}" for item in packages.values())]
     parts += [image.reference for image in images]
     if kubelet:
-        parts.append(f"kubelet={KUBELET}")
-    target = tools.cache_directory() / "bundles" / tools.key("1", *parts)
+        parts += [hashlib.sha256((STANDINS / name).read_bytes()).hexdigest() for name in ("kubelet.py", "coredns.py")]
+    target = tools.cache_directory() / "bundles" / tools.key("2", *parts)
     with tools.building(target) as new:
         if new is not None:
             new.mkdir()

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from stratum.host import persistence
+from stratum.host import localdnsnet, persistence
 from stratum.node.units import (
     REFUSED,
     SYSTEMD_DIR,
@@ -135,7 +135,19 @@ def test_node_units_depend_on_dns_where_there_is_one() -> None:
         assert found == {"[Unit]After": [UNIT_LOCALDNS], "[Unit]Requires": [UNIT_LOCALDNS]}
     found = settings(files(FULL)[UNIT_LOCALDNS])
     assert found["[Unit]Requires"] == [UNIT_LOCALDNS_NETWORK]
+    assert UNIT_LOCALDNS_NETWORK in found["[Unit]After"][0].split()
     assert found["[Service]DynamicUser"] == ["yes"]
+
+
+def test_dns_runs_as_a_user_that_can_bind_to_its_port_and_change_nothing() -> None:
+    found = settings(files(FULL)[UNIT_LOCALDNS])
+    for key in ("AmbientCapabilities", "CapabilityBoundingSet"):
+        assert found[f"[Service]{key}"] == ["CAP_NET_BIND_SERVICE"]
+    assert found["[Service]ProtectSystem"] == ["strict"]
+    assert found["[Service]NoNewPrivileges"] == ["yes"]
+    # CoreDNS lists the interfaces when it binds, which takes netlink.
+    families = found["[Service]RestrictAddressFamilies"][0].split()
+    assert {"AF_INET", "AF_INET6", "AF_NETLINK"} <= set(families)
 
 
 def test_gpu_set_up_runs_before_each_start_and_its_failure_fails_it() -> None:
@@ -253,9 +265,9 @@ def test_systemd_understands_the_units_of_a_full_node(tmp_path: Path) -> None:
         gpu_setup=((str(programs / "setup"), "a b", "%", "$x", 'quo"te'),),
         launch_check=str(programs / "check"),
     )
-    network = "[Service]\nType=oneshot\nExecStart=/bin/true\n"
-    (tmp_path / UNIT_LOCALDNS_NETWORK).write_text(network)
-    names = (UNIT_CONTAINERD, UNIT_KUBELET, UNIT_LOCALDNS, UNIT_KUBELET_LAUNCH_CHECK)
+    network = localdnsnet.render_network_unit([str(programs / "python3"), "-IS", "/x"], "169.254.20.10")
+    (tmp_path / UNIT_LOCALDNS_NETWORK).write_bytes(network)
+    names = (UNIT_CONTAINERD, UNIT_KUBELET, UNIT_LOCALDNS, UNIT_LOCALDNS_NETWORK, UNIT_KUBELET_LAUNCH_CHECK)
     assert verify(tmp_path, *names) == ""
 
 

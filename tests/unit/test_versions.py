@@ -9,8 +9,17 @@ from pathlib import Path
 import pytest
 
 from stratum.errors import StratumError
+from stratum.node import localdns
 from stratum.node.layout import Layout
-from stratum.node.versions import VersionRecord, assemble, differences, read_record, relink, usable_record
+from stratum.node.versions import (
+    VersionRecord,
+    assemble,
+    differences,
+    outdated,
+    read_record,
+    relink,
+    usable_record,
+)
 from stratum.receipt import Entry, Receipt, content_digest
 from stratum.system import HostPath
 from tests.bundles import snapshot
@@ -303,3 +312,57 @@ def test_differences_are_those_below_the_directory_alone(lab: Lab) -> None:
     for name in ("/opt/a/f", "/opt/ab/f", "/opt/a"):
         lab.receipt.record(Entry(HostPath(name), "file", ("sha256:x",)))
     assert differences(lab.receipt, HostPath("/opt/a")) == [HostPath("/opt/a/f"), HostPath("/opt/a")]
+
+
+# -- the script that supervises CoreDNS -----------------------------------------------------------------
+
+
+def with_coredns() -> VersionRecord:
+    return record(
+        components=(("containerd", "1.7.24", "sha256:" + "b" * 64), ("coredns", "1.12.1", "sha256:" + "d" * 64))
+    )
+
+
+SCRIPT = "/opt/stratum/node/1.0/libexec/stratum-localdns"
+
+
+def test_a_version_with_coredns_has_the_script_that_supervises_it(lab: Lab) -> None:
+    components = [*lab.standard(), lab.component("d", {"bin/coredns": b"program"})]
+    assemble(lab.layout, lab.receipt, with_coredns(), components)
+    assert lab.host.read_bytes(SCRIPT) == localdns.render_supervisor()
+    assert stat.S_IMODE(lab.host.stat(SCRIPT).st_mode) == 0o755
+    assert lab.receipt.owns(HostPath(SCRIPT))
+    assert lab.host.stat(SCRIPT).st_nlink == 1, "no component's file is touched"
+    assert differences(lab.receipt, lab.layout.version_dir("1.0")) == []
+    assert outdated(lab.layout, with_coredns(), components) == []
+
+
+def test_a_version_without_coredns_has_no_such_script(lab: Lab) -> None:
+    components = lab.standard()
+    assemble(lab.layout, lab.receipt, record(), components)
+    assert not lab.host.lexists(SCRIPT)
+    assert outdated(lab.layout, record(), components) == []
+
+
+@pytest.mark.parametrize("text", [b"#!/bin/sh\n", None])
+def test_a_script_that_somebody_changed_or_an_older_release_wrote_is_put_right(lab: Lab, text: bytes | None) -> None:
+    components = [*lab.standard(), lab.component("d", {"bin/coredns": b"program"})]
+    assemble(lab.layout, lab.receipt, with_coredns(), components)
+    real = Path(lab.host.real(SCRIPT))
+    real.unlink()
+    if text is not None:
+        real.write_bytes(text)
+    assert outdated(lab.layout, with_coredns(), components) == [HostPath(SCRIPT)]
+    relink(lab.layout, lab.receipt, with_coredns(), components)
+    assert lab.host.read_bytes(SCRIPT) == localdns.render_supervisor()
+    assert stat.S_IMODE(lab.host.stat(SCRIPT).st_mode) == 0o755
+    assert differences(lab.receipt, lab.layout.version_dir("1.0")) == []
+
+
+def test_a_bundle_that_places_a_script_of_its_own_keeps_it(lab: Lab) -> None:
+    files = {"bin/coredns": b"program", "libexec/stratum-localdns": b"#!/bin/sh\n"}
+    components = [*lab.standard(), lab.component("d", files)]
+    for make in (assemble, relink):
+        make(lab.layout, lab.receipt, with_coredns(), components)
+        assert lab.host.read_bytes(SCRIPT) == b"#!/bin/sh\n"
+    assert outdated(lab.layout, with_coredns(), components) == []

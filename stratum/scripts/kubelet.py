@@ -1,0 +1,76 @@
+"""The kubelet, joined from its parts: facts of the host, the node's settings, and what this run joins with."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Optional
+
+from stratum.host import resolvers
+from stratum.host.finding import REJECT, WARN, Finding
+from stratum.host.kubeletstate import check_kubelet_state
+from stratum.node.kubeconfig import Join, read_join
+from stratum.node.kubelet import KubeletFacts, plan_finish_join, plan_kubelet, read_facts
+from stratum.node.kubeletconfig import CA_FILE, check_kubelet
+from stratum.node.settings import Settings, read_settings
+from stratum.node.stackspec import is_kubernetes_node, serves_dns
+from stratum.node.versions import VersionRecord
+from stratum.receipt import Receipt
+from stratum.scripts.context import Context
+from stratum.scripts.goal import Goal
+from stratum.scripts.settings import Chosen
+from stratum.steps import Action, Work
+from stratum.system import Host
+
+__all__ = ["check_kubernetes", "finish_join", "join_of", "plan_files"]
+
+
+def join_of(host: Host, chosen: Chosen, record: VersionRecord) -> Optional[Join]:
+    """What this run joins a cluster with; None when it names no credential. Raises :class:`StratumError`."""
+    if not is_kubernetes_node(record):
+        return None
+    cluster = replace(
+        chosen.settings.spec.cluster, token=chosen.token, token_file="", ca=chosen.ca.decode("utf-8", "replace")
+    )
+    if not cluster.ca and host.exists(CA_FILE):
+        # A node that has joined keeps the CA that it was given.
+        cluster = replace(cluster, ca_file=str(CA_FILE))
+    return read_join(host, cluster)
+
+
+def _facts(host: Host, goal: Goal) -> KubeletFacts:
+    version = goal.record.component_version("kubelet") or ""
+    local = (goal.settings.spec.local_dns.address,) if serves_dns(goal.record, goal.settings) else ()
+    return read_facts(host, version, resolvers.kubelet_resolv_conf(host, local), local_dns=local)
+
+
+def check_kubernetes(context: Context, settings: Settings, record: VersionRecord) -> list[Finding]:
+    """What is to be said before a kubelet comes to this host; nothing for a container host.
+
+    Raises :class:`StratumError` for settings that the kubelet would not take.
+    """
+    version = record.component_version("kubelet")
+    if version is None:
+        return []
+    findings = [
+        Finding("kubelet-config", WARN, what, "see the release notes of this kubelet")
+        for what in check_kubelet(settings.spec, version)
+    ]
+    if settings.spec.local_dns.enabled and not serves_dns(record, settings):
+        hint = "give a bundle with the component coredns, or set spec.localDNS.enabled to false"
+        findings.append(
+            Finding("localdns", REJECT, "LocalDNS is asked for, and the bundle has no component coredns", hint)
+        )
+    return [*findings, *check_kubelet_state(context.host, Receipt.load(context.host))]
+
+
+def plan_files(work: Work, goal: Goal) -> list[Action]:
+    """The kubelet's files; nothing on a container host. Raises :class:`StratumError`."""
+    if not is_kubernetes_node(goal.record):
+        return []
+    return plan_kubelet(work, goal.settings, _facts(work.host, goal), goal.join)
+
+
+def finish_join(work: Work) -> None:
+    """Behind the kubelet's gate: the token leaves the disk. Raises OSError."""
+    for action in plan_finish_join(work, read_settings(work.host)):
+        action.perform(work)
