@@ -50,7 +50,7 @@ FRAGMENT_DIR = HostPath("/etc/stratum/containerd/conf.d")
 REGISTRY_DIR = HostPath("/etc/stratum/containerd/certs.d")
 # What CRI marks its images with: it lists those alone (containerd internal/cri/labels).
 MANAGED_LABEL = "io.cri-containerd.image=managed"
-# The kubelet's garbage collection spares an image with it. Known to CRI since 1.7.3; 1.6 has nothing of the kind.
+# The kubelet's garbage collection spares an image with it. CRI of 1.7 and 2.x knows it, that of 1.6 does not (tried).
 PINNED_LABEL = "io.cri-containerd.pinned=pinned"
 # Where containerd keeps the names of images, containers and leases: it changes with each of them.
 DATABASE = DATA_ROOT / "io.containerd.metadata.v1.bolt/meta.db"
