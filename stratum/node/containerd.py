@@ -31,6 +31,7 @@ __all__ = [
     "ImageState",
     "Task",
     "find_sandbox_image",
+    "fragments",
     "overriding_fragments",
     "plan_configuration",
     "quote_toml",
@@ -193,23 +194,29 @@ def plan_configuration(work: Work, containerd_version: str, options: ContainerdO
     return actions + [item for item in plan_directory(work.host, FRAGMENT_DIR) if item.subject not in made]
 
 
+def fragments(host: Host) -> list[HostPath]:
+    """The files of the admin's that containerd reads after ours, in its order."""
+    names = host.listdir(FRAGMENT_DIR) if host.is_dir(FRAGMENT_DIR) else []
+    paths = [FRAGMENT_DIR / name for name in sorted(names) if name.endswith(".toml")]
+    return [path for path in paths if not host.is_dir(path)]
+
+
 def overriding_fragments(host: Host, containerd_version: str) -> list[HostPath]:
     """Fragments that take the place of our settings of CRI rather than being added to them.
 
     containerd 1.6 and 1.7 merge a fragment by whole plugins: a table of CRI in one drops all that Stratum set for
     CRI, the sandbox image and the registries among it. 2.x merges each field (tried with the releases of Debian).
     """
-    if config_version(containerd_version) != 2 or not host.is_dir(FRAGMENT_DIR):
+    if config_version(containerd_version) != 2:
         return []
     found = []
-    for name in host.listdir(FRAGMENT_DIR):
-        if name.endswith(".toml") and not host.is_dir(FRAGMENT_DIR / name):
-            try:
-                text = host.read_text(FRAGMENT_DIR / name)
-            except (OSError, ValueError):
-                continue
-            if re.search(r"^[ \t]*\[+[^]#\n]*io\.containerd\.grpc\.v1\.cri[\"']", text, re.MULTILINE):
-                found.append(FRAGMENT_DIR / name)
+    for path in fragments(host):
+        try:
+            text = host.read_text(path)
+        except (OSError, ValueError):
+            continue
+        if re.search(r"^[ \t]*\[+[^]#\n]*io\.containerd\.grpc\.v1\.cri[\"']", text, re.MULTILINE):
+            found.append(path)
     return found
 
 

@@ -185,6 +185,21 @@ def test_fragments_of_the_admins_are_kept_and_named_by_uninstall(desk: Desk, hos
     assert read(host, FRAGMENT_DIR / "own.toml") == "version = 2\n"
 
 
+def test_a_fragment_counts_from_the_next_up(desk: Desk, host: LivingHost) -> None:
+    bundle = bundle_of(desk)
+    desk.up(host, bundle)
+    for text in ("version = 2\n", "version = 2\noom_score = -1\n"):
+        put(host, str(FRAGMENT_DIR / "own.toml"), text)
+        host.commands.clear()
+        desk.up(host, bundle)
+        assert "systemctl restart stratum-containerd.service" in host.commands
+    put(host, str(FRAGMENT_DIR / "notes.txt"), "mine")
+    put(host, str(FRAGMENT_DIR / "old.toml/x"), "mine")
+    host.commands.clear()
+    desk.up(host, bundle)
+    assert not [line for line in host.commands if line.startswith("systemctl restart")]
+
+
 @pytest.mark.parametrize(
     ("text", "said"),
     [
