@@ -78,8 +78,8 @@ def check_spec(spec: NodeSpec, profiles: Iterable[str]) -> list[Problem]:
     return sorted(found, key=lambda problem: problem.odd)
 
 
-def check_join(cluster: Cluster, *, joined: bool) -> list[Problem]:
-    """What a worker lacks to join. One that has ``joined`` has a certificate of its own and keeps the CA's.
+def check_join(cluster: Cluster, *, has_ca: bool = False, has_certificate: bool = False) -> list[Problem]:
+    """What a worker lacks to join. One that has joined has the CA, and if it had a token a certificate of its own.
 
     A missing credential is last: it may come with an option of ``up``.
     """
@@ -88,11 +88,11 @@ def check_join(cluster: Cluster, *, joined: bool) -> list[Problem]:
         found.append(
             Problem("cluster.server", "a worker needs the API server's URL", "write cluster.server, or give --server")
         )
-    if not joined and not (cluster.ca or cluster.ca_file):
+    if not has_ca and not (cluster.ca or cluster.ca_file):
         found.append(
             Problem("cluster.caFile", "a worker needs the cluster's CA", "write cluster.caFile, or give --ca-file")
         )
-    if not joined and not _credentials(cluster):
+    if not has_certificate and not _credentials(cluster):
         hint = "write cluster.tokenFile, or give --token-file (- for standard input)"
         found.append(Problem("cluster.tokenFile", "a worker needs a credential to join with", hint))
     return found

@@ -20,11 +20,21 @@ from stratum.errors import UsageError
 from stratum.system import Host
 from stratum.yamlreader import Place, YamlNode, parse_yaml
 
-__all__ = ["API_VERSION", "KIND", "REFERENCE", "ConfigFile", "parse_config", "read_config", "read_given_file"]
+__all__ = [
+    "API_VERSION",
+    "KIND",
+    "REFERENCE",
+    "UNREADABLE",
+    "ConfigFile",
+    "parse_config",
+    "read_config",
+    "read_given_file",
+]
 
 API_VERSION = "stratum.dev/v1"
 KIND = "Node"
 REFERENCE = "config-invalid"
+UNREADABLE = "config-unreadable"  # for this user
 
 _SIZE_LIMIT = 1 << 20
 # YAML 1.1 takes these words for booleans; the field means the words.
@@ -107,6 +117,7 @@ def _read_regular(
             data = file.read(_SIZE_LIMIT + 1)
     except OSError as error:
         why = error.strerror or str(error)
+        reference = UNREADABLE if isinstance(error, PermissionError) else reference
         raise UsageError(reference, f"{name}: cannot be read: {why}", hint=f"mend {name}, or name another") from None
     if len(data) > _SIZE_LIMIT:
         raise UsageError(reference, f"{name}: longer than {_SIZE_LIMIT} bytes", hint="name the right file")

@@ -12,9 +12,9 @@ from dataclasses import dataclass, replace
 from typing import Any, Callable
 
 from stratum.config import CONFIG_PATH, WORKER, NodeSpec, Secret
-from stratum.configchecks import Problem, check_join
+from stratum.configchecks import Problem
 from stratum.configcodec import field_paths, get_field, value_to_json
-from stratum.configfile import REFERENCE, ConfigFile, read_config
+from stratum.configfile import REFERENCE, UNREADABLE, ConfigFile, read_config
 from stratum.configschema import read_schema
 from stratum.errors import ExitCode, UsageError
 from stratum.host.nodeip import check_argument
@@ -82,8 +82,8 @@ def run_schema(context: Context, arguments: argparse.Namespace) -> int:
 # -- check ------------------------------------------------------------------------------------------------
 
 
-def find_problems(config: ConfigFile, *, joined: bool) -> list[Problem]:
-    """What is wrong with a file, then what is only odd. ``joined`` says that this host is that worker already."""
+def find_problems(config: ConfigFile, known: Settings) -> list[Problem]:
+    """What is wrong with a file, then what is only odd; ``known`` is what is in force on this host."""
     found = config.problems(PROFILES)
     if config.spec.network.node_ip and not any(problem.path == "network.nodeIP" for problem in found):
         try:
@@ -91,7 +91,7 @@ def find_problems(config: ConfigFile, *, joined: bool) -> list[Problem]:
         except UsageError as error:
             found.insert(0, Problem("network.nodeIP", error.message, error.hint or ""))
     if config.spec.role == WORKER:
-        for problem in check_join(config.spec.cluster, joined=joined):
+        for problem in merge(known, config, {}).check_join():
             # A credential often comes with an option, or is removed when it is used up.
             found.append(replace(problem, odd=problem.path == "cluster.tokenFile"))
     return sorted(found, key=lambda problem: problem.odd)
@@ -103,20 +103,20 @@ def run_check(context: Context, arguments: argparse.Namespace) -> int:
     try:
         config = read_config(context.host, arguments.file)
     except UsageError as error:
-        if error.reference != REFERENCE:
+        if error.reference not in (REFERENCE, UNREADABLE):
             raise
         return _report(context, name, [(error.message, Problem("", error.message, error.hint or ""), 0)])
     if config is None:
         raise UsageError("config-missing", f"{CONFIG_PATH}: no such file: every field has its default", hint="name one")
-    problems = find_problems(config, joined=_has_joined(context, config))
+    problems = find_problems(config, _known(context))
     return _report(context, name, [_line(config, problem) for problem in problems])
 
 
-def _has_joined(context: Context, config: ConfigFile) -> bool:
+def _known(context: Context) -> Settings:
     try:
-        return merge(read_settings(context.host), config, {}).joined
+        return read_settings(context.host)
     except PermissionError:
-        return False
+        return Settings()
 
 
 def _line(config: ConfigFile, problem: Problem) -> tuple[str, Problem, int]:

@@ -9,6 +9,7 @@ from typing import Optional
 from stratum import boot
 from stratum.bundle.place import Placement
 from stratum.bundle.verify import VerifiedBundle, check_all_digests
+from stratum.configfile import UNREADABLE
 from stratum.errors import (
     BundleError,
     BundleNotFoundError,
@@ -16,6 +17,7 @@ from stratum.errors import (
     HostRefusedError,
     NotTrustedError,
     StratumError,
+    UsageError,
 )
 from stratum.host import persistence, preflight
 from stratum.host.preflight import REJECT, Finding, Need
@@ -66,6 +68,22 @@ class Checked:
     record: Optional[VersionRecord] = None
 
 
+def _prerequisites(context: Context, arguments: argparse.Namespace, record: Optional[VersionRecord]) -> list[Finding]:
+    """What the settings demand of the host. For a user who may not read them that is a finding: it needs root."""
+    try:
+        if record is not None:
+            return check_prerequisites(context, arguments, record)[1]
+        # Without a version it is not known what of a configuration has an effect; whether it is one is.
+        read_merged(context, arguments).check(kubelet=False)
+    except PermissionError as error:
+        return [Finding("root", REJECT, f"{error.filename}: cannot be read by this user", "run it with sudo")]
+    except UsageError as error:
+        if error.reference != UNREADABLE:
+            raise
+        return [Finding("root", REJECT, error.message, "run it with sudo")]
+    return []
+
+
 def check_bundle(context: Context, arguments: argparse.Namespace) -> Checked:
     """Look at the bundle; that there is none at all is said too. Raises :class:`StratumError`."""
     checked = Checked()
@@ -76,7 +94,7 @@ def check_bundle(context: Context, arguments: argparse.Namespace) -> Checked:
                 checked.needs = node_script.needs(context, Placement(context.host, load_work(context).receipt, bundle))
                 checked.record = record = node_script.record_of(bundle)
                 checked.kubelet = record.component_version("kubelet")
-                checked.findings += check_prerequisites(context, arguments, record)[1]
+                checked.findings += _prerequisites(context, arguments, record)
                 checked.findings += check_plugins(context.host, record, node_script.plugins_of(bundle.description))
                 _check_digests(context, bundle)
     except BundleNotFoundError as error:
@@ -95,8 +113,7 @@ def run(context: Context, arguments: argparse.Namespace) -> int:
     boot.require_compiled(persist=False)
     checked = check_bundle(context, arguments)
     if checked.record is None:
-        # Without a version it is not known what of a configuration has an effect; whether it is one is.
-        read_merged(context, arguments).check(kubelet=False)
+        checked.findings += _prerequisites(context, arguments, None)
     findings = preflight.check_host(
         context.host,
         needs=checked.needs,

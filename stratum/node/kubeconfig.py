@@ -12,11 +12,11 @@ from dataclasses import dataclass
 from typing import Any, Optional
 
 from stratum.config import Cluster, ExecCredential, Secret
-from stratum.errors import StratumError, UsageError
+from stratum.errors import StratumError
 from stratum.system import Host, HostPath
 from stratum.trust import certificates
 
-__all__ = ["Join", "kubeconfig", "read_join", "render_json"]
+__all__ = ["Join", "kubeconfig", "make_join", "render_json"]
 
 # YAML takes these only escaped, and json.dumps leaves them as they are: YAML 1.2, 5.1.
 _ESCAPED = re.compile("[\x7f-\x9f\u2028\u2029\ufeff\ufffe\uffff\ud800-\udfff]")
@@ -42,41 +42,29 @@ def render_json(value: Mapping[str, Any], comment: str) -> bytes:
     return f"# {comment}\n{text}\n".encode()
 
 
-def read_join(host: Host, cluster: Cluster) -> Optional[Join]:
-    """Read what the configuration names for joining; None when it names no credential.
+def make_join(host: Host, cluster: Cluster, token: Optional[Secret], ca: bytes) -> Optional[Join]:
+    """How to join ``cluster`` with what was read of it: a ``token`` or none, and its ``ca``; None without a credential.
 
-    Raises :class:`StratumError` for a file that cannot be read, or does not hold what it should.
+    Reads the client certificate and its key where the configuration names them. Raises :class:`StratumError` for a
+    file that cannot be read, or does not hold what it should, the CA among them.
     """
-    has_certificate = bool(cluster.client_certificate_file)
-    if not (cluster.token or cluster.token_file or has_certificate or cluster.exec):
+    if token is None and not cluster.client_certificate_file and cluster.exec is None:
         return None
-    ca = cluster.ca.encode() if cluster.ca else _read(host, cluster.ca_file, "spec.cluster.caFile")
     certificates.check_ca(ca, cluster.ca_file or "spec.cluster.ca")
-    token = cluster.token
-    if cluster.token_file:
-        token = Secret(_read(host, cluster.token_file, "spec.cluster.tokenFile").decode("utf-8", "replace").strip())
-    if token is not None and not re.fullmatch(r"[!-~]+", token.value):
-        raise UsageError(
-            "token-malformed",
-            f"{cluster.token_file or 'spec.cluster.token'}: not a token: it must be one word, and is not shown here",
-            hint="put just the token into the file, as kubeadm token create prints it",
+    if not cluster.client_certificate_file:
+        return Join(cluster.server, ca, token, exec=cluster.exec)
+    certificate = _read(host, cluster.client_certificate_file, "spec.cluster.clientCertificateFile")
+    key = Secret(_read(host, cluster.client_key_file, "spec.cluster.clientKeyFile").decode("utf-8", "replace"))
+    if not certificates.matches_key(certificate, key.value.encode()):
+        raise StratumError(
+            "client-key-mismatch",
+            f"{cluster.client_key_file}: not the private key of {cluster.client_certificate_file}",
+            hint="give the certificate and the key that belong together, both as PEM",
         )
-    certificate, key = b"", None
-    if has_certificate:
-        certificate = _read(host, cluster.client_certificate_file, "spec.cluster.clientCertificateFile")
-        key = Secret(_read(host, cluster.client_key_file, "spec.cluster.clientKeyFile").decode("utf-8", "replace"))
-        if not certificates.matches_key(certificate, key.value.encode()):
-            raise StratumError(
-                "client-key-mismatch",
-                f"{cluster.client_key_file}: not the private key of {cluster.client_certificate_file}",
-                hint="give the certificate and the key that belong together, both as PEM",
-            )
-    return Join(cluster.server, ca, token, certificate, key, cluster.exec)
+    return Join(cluster.server, ca, client_certificate=certificate, client_key=key)
 
 
 def _read(host: Host, path: str, name: str) -> bytes:
-    if not path:
-        raise UsageError("cluster-incomplete", f"{name}: is needed to join a cluster and not given", hint=f"set {name}")
     try:
         content = host.read_bytes(path)
     except OSError as error:

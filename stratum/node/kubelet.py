@@ -15,7 +15,7 @@ from typing import Optional
 
 from stratum.config import WORKER, Secret
 from stratum.errors import StratumError
-from stratum.node.kubeconfig import Join, exec_user, kubeconfig, read_join
+from stratum.node.kubeconfig import Join, exec_user, kubeconfig, make_join
 from stratum.node.kubeletconfig import (
     BOOTSTRAP,
     CA_FILE,
@@ -47,10 +47,10 @@ __all__ = [
     "client_name",
     "kubelet_arguments",
     "kubelet_inputs",
+    "make_join",
     "plan_finish_join",
     "plan_kubelet",
     "read_facts",
-    "read_join",
     "why_not_joined",
 ]
 

@@ -11,7 +11,6 @@ from dataclasses import dataclass
 from typing import Any, Optional
 
 from stratum.config import WORKER, NodeSpec
-from stratum.errors import UsageError
 from stratum.node import containerd
 from stratum.node.kubeconfig import render_json
 from stratum.node.kubeletfields import check_fields, merge, parse_release
@@ -45,10 +44,11 @@ HEALTHZ_PORT = 10248
 _MIB = 1 << 20
 # Google Kubernetes Engine, "Plan node sizes", Resource reservations: shares of memory (of the first so many GiB)
 # and of processors (of the first so many cores). Azure and others use much the same.
-_MEMORY_STEPS = ((4, 0.25), (4, 0.20), (8, 0.10), (112, 0.06))
-_MEMORY_REST = 0.02
-_CPU_STEPS = ((1, 0.06), (1, 0.01), (2, 0.005))
-_CPU_REST = 0.0025
+# In units of a ten-thousandth.
+_MEMORY_STEPS = ((4, 2500), (4, 2000), (8, 1000), (112, 600))
+_MEMORY_REST = 200
+_CPU_STEPS = ((1, 600), (1, 100), (2, 50))
+_CPU_REST = 25
 # The kubelet's own defaults: pkg/kubelet/apis/config/v1beta1/defaults_linux.go. Whoever gives one signal would put
 # the others to zero if they were not here to be merged with.
 _EVICTION = {
@@ -59,26 +59,6 @@ _EVICTION = {
     "imagefs.inodesFree": "5%",
 }
 _PIDS = 4096  # of one pod: enough for any ordinary one, and eight of them do not fill a kernel's default of 32768
-
-# What a kubelet may say of itself: KubeletLabels and KubeletLabelNamespaces in staging/src/k8s.io/kubelet/pkg/apis.
-_LABEL_DOMAINS = ("kubelet.kubernetes.io", "node.kubernetes.io")
-_LABELS = frozenset(
-    (
-        "kubernetes.io/hostname",
-        "kubernetes.io/os",
-        "kubernetes.io/arch",
-        "topology.kubernetes.io/zone",
-        "topology.kubernetes.io/region",
-        "failure-domain.beta.kubernetes.io/zone",
-        "failure-domain.beta.kubernetes.io/region",
-        "beta.kubernetes.io/instance-type",
-        "node.kubernetes.io/instance-type",
-        "beta.kubernetes.io/os",
-        "beta.kubernetes.io/arch",
-    )
-)
-_LABEL_NAME = re.compile(r"[A-Za-z0-9](?:[A-Za-z0-9_.-]{0,61}[A-Za-z0-9])?")
-_LABEL_DOMAIN = re.compile(r"[a-z0-9](?:[a-z0-9-]*[a-z0-9])?(?:\.[a-z0-9](?:[a-z0-9-]*[a-z0-9])?)*")
 
 
 @dataclass(frozen=True)
@@ -107,12 +87,14 @@ def read_facts(
     return KubeletFacts(version, int(found[1]) * 1024 if found else 0, max(cpus, 1), resolv, local_dns)
 
 
-def _share(amount: float, steps: tuple[tuple[int, float], ...], rest: float) -> float:
-    total = 0.0
+def _share(amount: int, unit: int, steps: tuple[tuple[int, int], ...], rest: int) -> int:
+    """The part of ``amount`` that the steps make, each as many times ``unit`` wide as it says."""
+    total = 0
     for width, part in steps:
-        total += min(amount, width) * part
-        amount = max(amount - width, 0.0)
-    return total + amount * rest
+        step = min(amount, width * unit)
+        total += step * part
+        amount -= step
+    return (total + amount * rest) // 10_000
 
 
 def reservations(memory: int, cpus: int) -> dict[str, str]:
@@ -120,8 +102,9 @@ def reservations(memory: int, cpus: int) -> dict[str, str]:
 
     At most a quarter of either, so that a small machine too has most of itself left for pods.
     """
-    mebibytes = int(_share(memory / (1 << 30), _MEMORY_STEPS, _MEMORY_REST) * 1024)
-    return {"cpu": f"{int(_share(cpus, _CPU_STEPS, _CPU_REST) * 1000)}m", "memory": f"{mebibytes}Mi"}
+    millicores = _share(cpus * 1000, 1000, _CPU_STEPS, _CPU_REST)
+    mebibytes = _share(memory // _MIB, 1024, _MEMORY_STEPS, _MEMORY_REST)
+    return {"cpu": f"{millicores}m", "memory": f"{mebibytes}Mi"}
 
 
 def kubelet_config(settings: Settings, facts: KubeletFacts) -> dict[str, Any]:
@@ -182,37 +165,10 @@ def render_kubelet_config(settings: Settings, facts: KubeletFacts) -> bytes:
 def check_kubelet(spec: NodeSpec, version: str) -> list[str]:
     """Check what the user gave for the kubelet, before anything is stopped; the warnings.
 
-    Raises :class:`UsageError` for a field or label that the kubelet would refuse, and :class:`StratumError` for a
-    release that is not supported.
+    Raises :class:`UsageError` for a field that the kubelet would refuse, :class:`StratumError` for a release that is
+    not supported. Labels and taints are checked when the configuration is read.
     """
-    release = parse_release(version)
-    warnings = check_fields(spec.kubelet.config, release)
-    for key, value in spec.kubelet.labels.items():
-        _check_label(key, value)
-    return warnings
-
-
-def _check_label(key: str, value: str) -> None:
-    domain, slash, name = key.rpartition("/")
-    why = ""
-    if not _LABEL_NAME.fullmatch(name) or (slash and not (_LABEL_DOMAIN.fullmatch(domain) and len(domain) <= 253)):
-        why = "not a label's name"
-    elif value and not _LABEL_NAME.fullmatch(value):
-        why = f"{value!r} is not a label's value"
-    elif key not in _LABELS and not _may_be_given(domain):
-        why = "a kubelet may not give itself this label: it refuses to start"
-    if why:
-        raise UsageError(
-            "kubelet-label",
-            f"spec.kubelet.labels.{key}: {why}",
-            hint="use a name of your own, or one below node.kubernetes.io; an admin of the cluster can set any",
-        )
-
-
-def _may_be_given(domain: str) -> bool:
-    """Whether a kubelet may give itself any label of the domain: isKubernetesLabel in cmd/kubelet/app/options."""
-    reserved = [end for end in ("kubernetes.io", "k8s.io") if domain == end or domain.endswith(f".{end}")]
-    return not reserved or any(domain == own or domain.endswith(f".{own}") for own in _LABEL_DOMAINS)
+    return check_fields(spec.kubelet.config, parse_release(version))
 
 
 def uses_token(spec: NodeSpec) -> bool:

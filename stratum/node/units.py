@@ -99,11 +99,12 @@ def _render_environment(spec: UnitSpec, variables: Sequence[tuple[str, str]]) ->
     A proxy in ``system.conf`` (DefaultEnvironment=) or one that somebody gave the manager would take the kubelet's
     probes along. ``systemctl show`` shows ``Environment=`` to everybody, so our own proxy is in a file.
     """
-    names = _OTHER_PROXIES if spec.proxy_file else (*PROXY_VARIABLES, *_OTHER_PROXIES)
-    lines = [f"Environment={quote_setting(f'{name}={value}')}" for name, value in variables]
+    # Empty counts as not set, and a drop-in of the admin's can still say otherwise, which UnsetEnvironment= forbids.
+    names = [word for name in (*PROXY_VARIABLES, *_OTHER_PROXIES) for word in (name, name.lower())]
+    lines = ["Environment=" + " ".join(f"{name}=" for name in names)]
+    lines += [f"Environment={quote_setting(f'{name}={value}')}" for name, value in variables]
     if spec.proxy_file:
         lines.append(f"EnvironmentFile={spec.proxy_file}")
-    lines.append("UnsetEnvironment=" + " ".join(word for name in names for word in (name, name.lower())))
     return "".join(f"{line}\n" for line in lines)
 
 

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Optional
 
+from stratum.config import WORKER
 from stratum.host import resolvers
 from stratum.host.finding import REJECT, WARN, Finding
 from stratum.host.kubeletstate import check_kubelet_state
-from stratum.node.kubeconfig import Join, read_join
+from stratum.node.kubeconfig import Join, make_join
 from stratum.node.kubelet import KubeletFacts, plan_finish_join, plan_kubelet, read_facts
 from stratum.node.kubeletconfig import CA_FILE, check_kubelet
 from stratum.node.settings import Settings, read_settings
@@ -26,15 +26,14 @@ __all__ = ["check_kubernetes", "finish_join", "join_of", "plan_files"]
 
 def join_of(host: Host, chosen: Chosen, record: VersionRecord) -> Optional[Join]:
     """What this run joins a cluster with; None when it names no credential. Raises :class:`StratumError`."""
-    if not is_kubernetes_node(record):
+    spec = chosen.settings.spec
+    if not is_kubernetes_node(record) or spec.role != WORKER:
         return None
-    cluster = replace(
-        chosen.settings.spec.cluster, token=chosen.token, token_file="", ca=chosen.ca.decode("utf-8", "replace")
-    )
-    if not cluster.ca and host.exists(CA_FILE):
+    ca = chosen.ca
+    if not ca and host.exists(CA_FILE):
         # A node that has joined keeps the CA that it was given.
-        cluster = replace(cluster, ca_file=str(CA_FILE))
-    return read_join(host, cluster)
+        ca = host.read_bytes(CA_FILE)
+    return make_join(host, spec.cluster, chosen.token, ca)
 
 
 def _facts(host: Host, goal: Goal) -> KubeletFacts:

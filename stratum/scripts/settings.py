@@ -86,6 +86,12 @@ class Merged:
         server = before.cluster.server
         return before.role == WORKER and bool(server) and server == self.spec.cluster.server
 
+    def check_join(self) -> list[Problem]:
+        """What the node lacks to join, or to go on in, its cluster."""
+        before = self.known.spec.cluster
+        lasting = bool(before.client_certificate_file or before.exec)
+        return check_join(self.spec.cluster, has_ca=self.joined, has_certificate=self.joined and not lasting)
+
     def is_option(self, path: str) -> bool:
         """Whether the field's value came with an option of this run."""
         return self.sources.get(path, "").startswith(_OPTION)
@@ -99,7 +105,7 @@ class Merged:
             spec = set_field(spec, path, f"/{path}")
         problems = [problem for problem in check_spec(spec, PROFILES) if not problem.odd]
         if kubelet and self.spec.role == WORKER:
-            problems += check_join(self.spec.cluster, joined=self.joined)
+            problems += self.check_join()
         if problems:
             raise self._error(problems)
 

@@ -434,15 +434,15 @@ def test_a_standalone_node_joins_nothing() -> None:
     assert problems("  cluster: {dns: [10.96.0.10], domain: x.example}\n") == []
 
 
-def test_a_worker_needs_server_ca_and_credential_until_it_has_joined() -> None:
-    assert [problem.path for problem in check_join(Cluster(), joined=False)] == [
+def test_a_worker_needs_server_ca_and_credential_until_it_has_them() -> None:
+    assert [problem.path for problem in check_join(Cluster())] == [
         "cluster.server",
         "cluster.caFile",
         "cluster.tokenFile",
     ]
-    assert [problem.path for problem in check_join(Cluster(), joined=True)] == ["cluster.server"]
-    assert check_join(parsed(WORKER).spec.cluster, joined=False) == []
-    assert check_join(parsed(EVERYTHING).spec.cluster, joined=False) == []
+    assert [problem.path for problem in check_join(Cluster(), has_ca=True, has_certificate=True)] == ["cluster.server"]
+    assert [problem.path for problem in check_join(Cluster("https://a"), has_ca=True)] == ["cluster.tokenFile"]
+    assert check_join(parsed(WORKER).spec.cluster) == check_join(parsed(EVERYTHING).spec.cluster) == []
 
 
 @pytest.mark.parametrize(

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import subprocess
+import sys
 import typing
-import zipfile
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -144,6 +145,17 @@ def test_what_the_schema_refuses_the_program_refuses_too(body: str) -> None:
     assert [problem for problem in config.problems(PROFILES) if not problem.odd]
 
 
-def test_the_pyz_has_the_schema(pyz: Path) -> None:
-    with zipfile.ZipFile(pyz) as archive:
-        assert archive.read("stratum/node.schema.json").decode() == read_schema()
+def run_pyz(pyz: Path, *words: str) -> subprocess.CompletedProcess[str]:
+    argv = [sys.executable, "-I", "-S", "-B", str(pyz), "config", *words]
+    return subprocess.run(argv, capture_output=True, text=True, timeout=60, env={})
+
+
+def test_the_pyz_has_the_schema_and_checks_a_file_with_the_yaml_that_it_carries(pyz: Path, tmp_path: Path) -> None:
+    done = run_pyz(pyz, "schema")
+    assert (done.returncode, done.stdout, done.stderr) == (0, read_schema(), "")
+    (tmp_path / "n.yaml").write_text(HEAD + "  profile: cis\n")
+    done = run_pyz(pyz, "check", str(tmp_path / "n.yaml"))
+    assert (done.returncode, done.stdout) == (0, f"checked: {tmp_path}/n.yaml: valid\n"), done.stderr
+    (tmp_path / "n.yaml").write_text(HEAD + "  profil: cis\n")
+    done = run_pyz(pyz, "check", str(tmp_path / "n.yaml"))
+    assert done.returncode == 2 and f"{tmp_path}/n.yaml:4: spec.profil: unknown field" in done.stdout

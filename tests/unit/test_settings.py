@@ -8,8 +8,9 @@ from __future__ import annotations
 import io
 import json
 import stat
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Optional
+from typing import Any, BinaryIO, Optional
 
 import pytest
 from hypothesis import given
@@ -26,7 +27,7 @@ from stratum.output import Output
 from stratum.scripts import prerequisites
 from stratum.scripts.context import Context
 from stratum.scripts.settings import Chosen, find_differing, merge
-from stratum.system import Host
+from stratum.system import Host, HostPath, PathLike
 from tests.fakes import Desk
 from tests.unit.hosting import perform, put
 from tests.unit.test_config import EVERYTHING, HEAD, TOKEN
@@ -165,6 +166,32 @@ def test_a_broken_file_stops_up_upgrade_and_preflight_before_anything_is_written
     assert {path for path in after if before.get(path) != after[path]} <= {str(CONFIG_PATH), "/var/lib/stratum/lock"}
 
 
+@dataclass
+class UsersView(KubernetesHost):
+    """The machine as a user sees it who may not read what is root's alone."""
+
+    private: HostPath = CONFIG_PATH
+
+    def open(self, path: PathLike) -> BinaryIO:
+        if str(path) == str(self.private):
+            raise PermissionError(13, "Permission denied", str(path))
+        return super().open(path)
+
+
+@pytest.mark.parametrize("private", [CONFIG_PATH, SETTINGS_PATH])
+def test_preflight_of_a_user_who_may_not_read_the_settings_says_that_and_all_else(
+    desk: Desk, host: KubernetesHost, bundle: Path, private: HostPath
+) -> None:
+    configure(host, "  profile: cis\n")
+    put(host, str(SETTINGS_PATH), json.dumps(Settings().to_json()))
+    user = UsersView(host.root, {}, user=1000, private=private)
+    for words in ((), ("--bundle", str(bundle), "--trust", str(desk.key))):
+        ran = desk.run(user, "preflight", "--output", "json", *words)
+        assert ran.status == ExitCode.HOST_REFUSED
+        found = [item for item in document(ran)["findings"] if item["check"] == "root"]
+        assert len(found) == 2 and str(private) in found[1]["message"]
+
+
 def test_the_supervisor_does_not_read_the_file(desk: Desk, host: KubernetesHost, bundle: Path) -> None:
     configure(host, "  profile: cis\n")
     desk.up(host, bundle)
@@ -215,6 +242,17 @@ def test_a_worker_that_has_joined_needs_token_and_ca_no_more(host: KubernetesHos
     assert (chosen.token, chosen.ca) == (None, b"")
     configure(host, JOIN.replace("192.0.2.1", "192.0.2.2"))
     with pytest.raises(UsageError, match="/root/token: cannot be read"):
+        choose(host)
+
+
+def test_a_worker_with_a_client_certificate_needs_it_at_each_run(host: KubernetesHost) -> None:
+    certificate = "clientCertificateFile: /c, clientKeyFile: /k"
+    configure(host, JOIN.replace("tokenFile: /root/token", certificate))
+    put(host, "/root/ca.crt", CA)
+    record(host, choose(host)[0].settings)
+    assert read_settings(host).spec.cluster.client_key_file == "/k"
+    configure(host, JOIN.replace(", tokenFile: /root/token", ""))
+    with pytest.raises(UsageError, match="a worker needs a credential"):
         choose(host)
 
 
@@ -368,6 +406,41 @@ def test_the_files_address_counts_for_the_first_start_only(desk: Desk, host: Kub
     assert read_settings(host).node_ip == "198.51.100.7"
     desk.up(host, bundle, "--node-ip", "192.0.2.10")
     assert read_settings(host).sources["nodeIP"] == "option --node-ip"
+
+
+def test_an_image_takes_the_files_address_at_its_first_start(desk: Desk, host: KubernetesHost, bundle: Path) -> None:
+    configure(host, "  network: {nodeIP: 198.51.100.7}\n  nodeName: image\n")
+    desk.up(host, bundle)
+    text = json.loads(drop_in(host, SETTINGS_PATH).read_text())
+    text.update(nodeName="", nodeIP="")  # as up --root leaves it
+    drop_in(host, SETTINGS_PATH).write_text(json.dumps(text))
+    drop_in(host, CONFIG_PATH).unlink()
+    host.addresses = {"eth0": ["192.0.2.10/24"], "eth1": ["198.51.100.7/24"]}
+    supervised(host)
+    assert (read_settings(host).node_name, read_settings(host).node_ip) == ("image", "198.51.100.7")
+
+
+def test_a_start_without_options_and_file_names_neither_in_its_hint(
+    desk: Desk, host: KubernetesHost, bundle: Path
+) -> None:
+    desk.up(host, bundle)
+    text = json.loads(drop_in(host, SETTINGS_PATH).read_text())
+    drop_in(host, SETTINGS_PATH).write_text(json.dumps({**text, "nodeIP": ""}))
+    host.addresses = {}
+    with pytest.raises(HostRefusedError) as caught:
+        supervised(host)
+    assert "network.nodeIP" not in (caught.value.hint or "")
+    with pytest.raises(HostRefusedError) as caught:
+        desk.up(host, bundle)
+    assert "network.nodeIP in the configuration" in (caught.value.hint or "")
+
+
+def test_uninstall_leaves_the_admins_file(desk: Desk, host: KubernetesHost, bundle: Path) -> None:
+    configure(host, "  profile: cis\n")
+    before = quiet(host)
+    desk.up(host, bundle)
+    assert desk.run(host, "uninstall").status == ExitCode.DONE
+    assert quiet(host) == before
 
 
 # -- the record -----------------------------------------------------------------------------------------------

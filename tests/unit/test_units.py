@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import subprocess
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -116,10 +117,32 @@ def test_the_path_of_the_version_comes_first_and_the_hosts_stays() -> None:
             assert found == {"[Service]Environment": [f"PATH={BIN}:{':'.join(SEARCH_PATH)}"]}
 
 
+PROXIES = ("HTTP_PROXY", "HTTPS_PROXY", "NO_PROXY", "ALL_PROXY", "FTP_PROXY")
+
+
 def test_nothing_of_the_managers_environment_reaches_the_units() -> None:
-    """Row 43: a proxy of the manager must not leak into probes; no unit passes the environment on."""
+    """Row 43: a proxy of the manager must not leak into probes: each variable of it is set, to nothing."""
     for text in files(FULL).values():
-        assert "PassEnvironment" not in text and "proxy" not in text.lower()
+        assert "PassEnvironment" not in text
+    for unit in (UNIT_CONTAINERD, UNIT_KUBELET):
+        words = settings(files(FULL)[unit])["[Service]Environment"][0].split()
+        assert words == [f"{word}=" for name in PROXIES for word in (name, name.lower())]
+
+
+def test_a_proxy_is_named_in_a_file_and_never_in_a_unit() -> None:
+    for unit in (UNIT_CONTAINERD, UNIT_KUBELET):
+        assert "EnvironmentFile" not in files(FULL)[unit]
+        text = files(replace(FULL, proxy_file=HostPath("/etc/stratum/proxy.env")))[unit]
+        assert settings(text)["[Service]EnvironmentFile"] == ["/etc/stratum/proxy.env"]
+
+
+def test_the_kubelets_arguments_and_variables_reach_it_as_they_are() -> None:
+    spec = replace(FULL, kubelet_arguments=("--node-labels=a=b c,d=$e%",), kubelet_environment=(("K", 'a "b" $c %d'),))
+    found = settings(files(spec)[UNIT_KUBELET])
+    assert found["[Service]ExecStart"] == [
+        f'{BIN}/kubelet --config=/etc/stratum/kubelet/config.yaml "--node-labels=a=b c,d=$$e%%"'
+    ]
+    assert found["[Service]Environment"][1:] == ['"K=a \\"b\\" $c %%d"']
 
 
 def test_kubelet_follows_our_containerd_and_not_the_distributions() -> None:
