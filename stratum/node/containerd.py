@@ -13,6 +13,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import BinaryIO, Callable, Optional
 
+from stratum.config import Secret
 from stratum.errors import BundleError, CommandError, StratumError
 from stratum.steps import Action, Work, plan_directory, plan_file
 from stratum.system import Completed, Host, HostPath
@@ -29,6 +30,7 @@ __all__ = [
     "ContainerdOptions",
     "Ctr",
     "ImageState",
+    "Login",
     "Task",
     "find_sandbox_image",
     "fragments",
@@ -81,15 +83,26 @@ def config_version(containerd_version: str) -> int:
 
 
 @dataclass(frozen=True)
+class Login:
+    """Credentials for a host of a registry, as ``host:port``."""
+
+    host: str
+    username: str
+    password: Secret
+
+
+@dataclass(frozen=True)
 class ContainerdOptions:
     """What a node's containerd has beyond what its release decides.
 
     ``sandbox_image`` is the image that holds a pod's namespaces, by the name that it is imported under; empty leaves
     containerd's own, which it pulls. ``nvidia_runtime`` is the path of nvidia-container-runtime; empty without GPUs.
+    ``logins`` are for 1.6 and 1.7 alone, see registries.py: a configuration with one is for root to read.
     """
 
     sandbox_image: str = ""
     nvidia_runtime: str = ""
+    logins: tuple[Login, ...] = ()
 
 
 _PLAIN = ContainerdOptions()
@@ -103,8 +116,9 @@ def quote_toml(text: str) -> str:
 def render_config(containerd_version: str, options: ContainerdOptions = _PLAIN) -> bytes:
     """containerd's configuration for a release. Raises :class:`BundleError` for an unknown one.
 
-    Nothing in it is a secret. The names of tables and fields are those of ``containerd config default`` of each
-    release; where a release has no field, the field is not written: 2.x warns of each that it does not know.
+    Nothing in it is a secret but the passwords of ``logins``. The names of tables and fields are those of
+    ``containerd config default`` of each release; where a release has no field, the field is not written: 2.x warns of
+    each that it does not know.
     """
     version = config_version(containerd_version)
     sections = [
@@ -149,6 +163,7 @@ def _render_cri(version: int, release: tuple[int, int], options: ContainerdOptio
         sections.append(f'[plugins."{images}".pinned_images]\n{pinned}')
     sections += [
         f'[plugins."{images}".registry]\n  config_path = "{REGISTRY_DIR}"\n',
+        *(_render_login(images, login) for login in (options.logins if version == 2 else ())),
         f'[plugins."{runtime}".cni]\n  {bin_dir}\n  conf_dir = "{CNI_CONF_DIR}"\n',
         f'[plugins."{runtime}".containerd]\n  default_runtime_name = "runc"\n',
         _render_runtime(runtime, "runc"),
@@ -156,6 +171,13 @@ def _render_cri(version: int, release: tuple[int, int], options: ContainerdOptio
     if options.nvidia_runtime:
         sections.append(_render_runtime(runtime, "nvidia", options.nvidia_runtime))
     return sections
+
+
+def _render_login(plugin: str, login: Login) -> str:
+    return f"""[plugins."{plugin}".registry.configs.{quote_toml(login.host)}.auth]
+  username = {quote_toml(login.username)}
+  password = {quote_toml(login.password.value)}
+"""
 
 
 def _render_runtime(plugin: str, name: str, program: str = "") -> str:
@@ -189,7 +211,8 @@ def plan_configuration(work: Work, containerd_version: str, options: ContainerdO
 
     Raises :class:`StratumError` for a file there that is not ours, :class:`BundleError` for an unknown release.
     """
-    actions = plan_file(work, CONFIG_PATH, render_config(containerd_version, options))
+    mode = 0o600 if options.logins and config_version(containerd_version) == 2 else 0o644
+    actions = plan_file(work, CONFIG_PATH, render_config(containerd_version, options), mode)
     made = {action.subject for action in actions}
     return actions + [item for item in plan_directory(work.host, FRAGMENT_DIR) if item.subject not in made]
 

@@ -11,7 +11,7 @@ from stratum.host.finding import WARN, Finding
 from stratum.host.preflight import UNIT_DIRS
 from stratum.node import containerd, registries
 from stratum.node.cni import HOST_BIN_DIR
-from stratum.node.containerd import ContainerdOptions
+from stratum.node.containerd import ContainerdOptions, Login
 from stratum.node.settings import Settings
 from stratum.node.units import UNIT_CONTAINERD, drop_in_dir
 from stratum.node.versions import VersionRecord
@@ -76,15 +76,18 @@ def plan_runtime(
     ran, it is said and the registries stay as they are. Raises :class:`StratumError`.
     """
     gpus = nvidia.plan_gpus(work.host, settings.spec.gpu.nvidia)
-    options = ContainerdOptions(images.sandbox_image(record), gpus.runtime)
-    actions = containerd.plan_configuration(work, _release(record), options)
+    spec = settings.spec.containerd
+    logins: tuple[Login, ...] = ()
+    actions: list[Action] = []
     try:
-        actions += registries.plan_registries(work, settings.spec.containerd, _release(record))
+        logins = registries.read_logins(work.host, spec, _release(record))
+        actions = registries.plan_registries(work, spec, _release(record))
     except StratumError as error:
         if warn is None:
             raise
         warn(f"{error.message}; the registries stay as they are")
-    return list(dict.fromkeys(actions))
+    options = ContainerdOptions(images.sandbox_image(record), gpus.runtime, logins)
+    return list(dict.fromkeys([*containerd.plan_configuration(work, _release(record), options), *actions]))
 
 
 def plan_cdi_removal(work: Work) -> list[Action]:
