@@ -32,11 +32,11 @@ __all__ = [
     "ImageState",
     "Login",
     "Task",
-    "find_sandbox_image",
     "fragments",
     "overriding_fragments",
     "plan_configuration",
     "quote_toml",
+    "release_of",
     "render_config",
 ]
 
@@ -51,10 +51,6 @@ KUBERNETES_NAMESPACE = "k8s.io"
 # Files of the admin's, which containerd reads after ours.
 FRAGMENT_DIR = HostPath("/etc/stratum/containerd/conf.d")
 REGISTRY_DIR = HostPath("/etc/stratum/containerd/certs.d")
-# What CRI marks its images with: it lists those alone (containerd internal/cri/labels).
-MANAGED_LABEL = "io.cri-containerd.image=managed"
-# The kubelet's garbage collection spares an image with it. CRI of 1.7 and 2.x knows it, that of 1.6 does not (tried).
-PINNED_LABEL = "io.cri-containerd.pinned=pinned"
 # Where containerd keeps the names of images, containers and leases: it changes with each of them.
 DATABASE = DATA_ROOT / "io.containerd.metadata.v1.bolt/meta.db"
 CDI_SPEC_DIRS = ("/etc/cdi", "/var/run/cdi")
@@ -65,7 +61,8 @@ _CALL_TIMEOUT = 60.0
 _IMPORT_TIMEOUT = 1800.0
 
 
-def _release(containerd_version: str) -> tuple[int, int]:
+def release_of(containerd_version: str) -> tuple[int, int]:
+    """Major and minor number of a release; raises :class:`BundleError` for what is none."""
     found = re.match(r"v?(\d+)\.(\d+)", containerd_version)
     if not found:
         raise BundleError("containerd-version", f"containerd {containerd_version!r}: cannot read its version")
@@ -74,7 +71,7 @@ def _release(containerd_version: str) -> tuple[int, int]:
 
 def config_version(containerd_version: str) -> int:
     """The configuration format of a containerd release; raises :class:`BundleError` for an unknown one."""
-    major, minor = _release(containerd_version)
+    major, minor = release_of(containerd_version)
     if (major, minor) in ((1, 6), (1, 7)):
         return 2
     if major == 2:
@@ -123,7 +120,7 @@ def render_config(containerd_version: str, options: ContainerdOptions = _PLAIN) 
     version = config_version(containerd_version)
     sections = [
         _render_base(version),
-        *_render_cri(version, _release(containerd_version), options),
+        *_render_cri(version, release_of(containerd_version), options),
         *(_render_shared_places() if version == 3 else ()),
     ]
     return "\n".join(sections).encode()
@@ -241,33 +238,6 @@ def overriding_fragments(host: Host, containerd_version: str) -> list[HostPath]:
         if re.search(r"^[ \t]*\[+[^]#\n]*io\.containerd\.grpc\.v1\.cri[\"']", text, re.MULTILINE):
             found.append(path)
     return found
-
-
-def find_sandbox_image(names: Iterable[str]) -> Optional[str]:
-    """The image that pods get their namespaces from: the one whose repository's last part is ``pause``.
-
-    None without one. Raises :class:`BundleError` when there are two: which is meant cannot be told.
-    """
-    found = sorted({name for name in names if _repository(name).rpartition("/")[2] == "pause"})
-    if len(found) > 1:
-        raise BundleError(
-            "sandbox-ambiguous",
-            f"the bundle has more than one image for the sandbox of pods: {', '.join(found)}",
-            hint="build the bundle with one image called pause",
-        )
-    return found[0] if found else None
-
-
-def image_labels(containerd_version: str) -> frozenset[str]:
-    """The labels of an image that the kubelet must see and must not remove; a 1.6 cannot keep it from removing it."""
-    return frozenset({MANAGED_LABEL, PINNED_LABEL} if _release(containerd_version) >= (1, 7) else {MANAGED_LABEL})
-
-
-def _repository(name: str) -> str:
-    """An image's name without digest and tag (OCI distribution-spec 1.1, "Pulling manifests")."""
-    path = name.partition("@")[0]
-    head, slash, last = path.rpartition("/")
-    return head + slash + last.partition(":")[0]
 
 
 @dataclass(frozen=True)

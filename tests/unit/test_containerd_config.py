@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from stratum.errors import BundleError, CommandError, StratumError
 from stratum.node import containerd
 from stratum.node.containerd import Ctr, ImageState, Task, config_version, quote_toml, render_config
+from stratum.node.criimages import find_sandbox_image
 from stratum.system import Completed, HostPath, command_failure
 from tests.fakes import MachineHost, make_tree
 
@@ -95,7 +96,7 @@ def test_any_text_is_read_back_as_it_was(text: str) -> None:
 
 @given(st.text())
 def test_any_names_hold_a_sandbox_or_none(name: str) -> None:
-    assert containerd.find_sandbox_image([name]) in (name, None)
+    assert find_sandbox_image([name]) in (name, None)
 
 
 def test_the_socket_has_a_name_that_fits_into_an_address() -> None:
