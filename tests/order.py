@@ -12,6 +12,7 @@ from itertools import chain, zip_longest
 #: Files that take more than half a minute, in each tier the longest first.
 LONG = (
     "vm/test_power_cut.py",
+    "vm/test_kubernetes_node.py",
     "vm/test_whole_way.py",
     "vm/test_selinux.py",
     "vm/test_prerequisites.py",

@@ -29,6 +29,7 @@ from stratum.journal import JOURNAL_PATH
 from stratum.node import cni, containerd
 from stratum.node.kubeletroot import kubelet_mount_roots, plan_kubelet_remains
 from stratum.node.layout import Layout
+from stratum.node.sandboxes import plan_sandboxes
 from stratum.node.stack import Stack
 from stratum.node.traces import plan_traces
 from stratum.node.units import EVERY_UNIT, SYSTEMD_DIR, UNIT_KUBELET, drop_in_dir
@@ -160,6 +161,7 @@ def teardown_steps(context: Context, work: Work, stack: Stack) -> list[Step]:
         Step("disarm", "keep the supervisor from coming back", lambda: plan_disarm(context)),
         *stack_script.stop_steps(stack, tuple(reversed(EVERY_UNIT)), containers=True, warn=context.out.warn),
         *([Step("slice", "remove the pods' slice", lambda: plan_slice(context))] if had_kubelet(work) else []),
+        Step("sandboxes", "remove what dead pods left in the network", lambda: plan_sandboxes(context.host)),
         Step(
             "traces",
             "remove what dead containers left in /run",
@@ -227,6 +229,7 @@ def uninstall(context: Context, work: Work, *, keep_data: bool, dry_run: bool) -
             raise
     if dry_run and context.host.live:
         released += [persistence.ENABLEMENT, *(item.path for item in cni.read_attachments(context.host))]
+        released += [item.path for item in plan_sandboxes(context.host) if isinstance(item, RemoveFile)]
     drop_ins = [drop_in_dir(unit) for unit in (persistence.UNIT, *EVERY_UNIT)]
     keep = (containerd.DATA_ROOT,) if keep_data else ()
     removal = plan_removal(work, keep=keep, released=released, attached=drop_ins)

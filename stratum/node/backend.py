@@ -14,10 +14,12 @@ from typing import Callable, Optional
 from stratum import atomicfile, systemd
 from stratum.errors import CommandError, ExitCode, StratumError, join_errors
 from stratum.node import cni, pods
+from stratum.node.launchcheck import start_failure
 from stratum.node.layout import Layout
 from stratum.node.units import (
     EVERY_UNIT,
     SYSTEMD_DIR,
+    UNIT_KUBELET,
     UNIT_KUBELET_LAUNCH_CHECK,
     UnitSpec,
     render_units,
@@ -186,8 +188,19 @@ class Backend:
         ]
 
     def _start(self, unit: str, forget: bool) -> None:
-        systemd.start_unit(self.host, unit, forget=forget)
-        gate = self.hooks.after_start.get(unit)
+        self._through(
+            unit, self.hooks.after_start, functools.partial(systemd.start_unit, self.host, unit, forget=forget)
+        )
+
+    def _through(self, unit: str, gates: Mapping[str, Hook], begin: Hook) -> None:
+        """Begin a unit and wait behind its gate. A kubelet whose launch check goes on trying may still get there."""
+        gate = gates.get(unit)
+        try:
+            begin()
+        except StratumError as error:
+            failure = start_failure(self.host, error) if unit == UNIT_KUBELET else error
+            if failure is not None or gate is None:
+                raise failure or error from None
         if gate:
             gate()
 
@@ -217,10 +230,7 @@ class Backend:
         return [Step("restart", "restart the units", plan)]
 
     def _restart(self, unit: str) -> None:
-        systemd.restart_unit(self.host, unit)
-        gate = self.hooks.after_restart.get(unit)
-        if gate:
-            gate()
+        self._through(unit, self.hooks.after_restart, functools.partial(systemd.restart_unit, self.host, unit))
 
     def restart(self) -> None:
         """Restart the whole stack; raises :class:`StratumError`."""

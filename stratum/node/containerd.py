@@ -381,5 +381,6 @@ class Ctr:
         try:
             self.run(*arguments)
         except CommandError as error:
-            return [error]
+            # CRI clears away what has ended at the same time.
+            return [] if "not found" in error.stderr else [error]
         return []

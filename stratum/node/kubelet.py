@@ -289,6 +289,12 @@ def _plan_serving(work: Work) -> list[Action]:
     It never looks at their dates, and would serve with a certificate of the future, or one that ran out after its year.
     """
     held = _read(work.host, SERVING_CERTIFICATE)
-    if not held or certificates.why_unusable(held, work.host.now()) is None:
+    why = certificates.why_unusable(held, work.host.now()) if held else None
+    if why is None:
         return []
-    return [RemoveFile(path) for path in (SERVING_CERTIFICATE, SERVING_KEY)]
+
+    def remove() -> None:
+        for path in (SERVING_CERTIFICATE, SERVING_KEY):
+            RemoveFile(path).perform(work)
+
+    return [Call("remove", f"{SERVING_CERTIFICATE} and its key, which the kubelet makes anew: {why}", remove)]

@@ -10,20 +10,20 @@ from typing import Optional
 
 from stratum import systemd
 from stratum.config import WORKER
-from stratum.errors import CommandError, StratumError
+from stratum.errors import StratumError
 from stratum.node.kubelet import why_not_joined
 from stratum.node.kubeletconfig import HEALTHZ_PORT, uses_token
+from stratum.node.launchcheck import last_words, read_launch_check, refusal
 from stratum.node.settings import Settings
-from stratum.node.units import REFUSED, UNIT_KUBELET, UNIT_KUBELET_LAUNCH_CHECK
+from stratum.node.units import UNIT_KUBELET, UNIT_KUBELET_LAUNCH_CHECK
 from stratum.system import Host
 
-__all__ = ["KUBELET_TIMEOUT", "explain", "kubelet_answers", "launch_check_refusal", "wait_kubelet"]
+__all__ = ["KUBELET_TIMEOUT", "explain", "kubelet_answers", "wait_kubelet"]
 
 KUBELET_TIMEOUT = 180.0  # seconds for the first answer, and a worker's certificate
 _POLL = 0.5
 _ASK_TIMEOUT = 5.0
 _LINES = 40
-_CALL_TIMEOUT = 30.0
 
 _NEW_TOKEN = "make a new token (kubeadm token create) and run: stratum up --token-file FILE"  # noqa: S105
 _UNREACHABLE = (
@@ -82,17 +82,6 @@ def kubelet_answers(host: Host, port: int = HEALTHZ_PORT) -> Optional[str]:
     return None
 
 
-def launch_check_refusal(host: Host) -> bool:
-    """Whether the launch check has said no for good (exit 78): no start will come of itself. False without one."""
-    argv = ["systemctl", "show", "--property=ExecMainStatus,ActiveState,LoadState", UNIT_KUBELET_LAUNCH_CHECK]
-    try:
-        text = host.run(argv, timeout=_CALL_TIMEOUT).text
-    except CommandError:
-        return False
-    values = dict(line.partition("=")[::2] for line in text.splitlines())
-    return values.get("ActiveState") == "failed" and values.get("ExecMainStatus") == str(REFUSED)
-
-
 def wait_kubelet(host: Host, settings: Settings, timeout: float = KUBELET_TIMEOUT, *, port: int = HEALTHZ_PORT) -> None:
     """Wait up to ``timeout`` seconds until the kubelet is ready; raises :class:`StratumError` that says why it is not.
 
@@ -105,25 +94,21 @@ def wait_kubelet(host: Host, settings: Settings, timeout: float = KUBELET_TIMEOU
             why = why_not_joined(host, settings)
         if why is None:
             return
-        if launch_check_refusal(host):
-            raise _refused(host)
+        if settings.spec.kubelet.launch_check and read_launch_check(host).refused:
+            raise refusal(host)
         if host.monotonic() >= deadline:
             raise explain(host, why, timeout)
         host.sleep(_POLL)
 
 
-def _refused(host: Host) -> StratumError:
-    tail = systemd.journal_tail(host, UNIT_KUBELET_LAUNCH_CHECK, 3)
-    said = next((line for line in reversed(tail) if "systemd" not in line), "it said nothing")
-    return StratumError(
-        "launch-refused",
-        f"{UNIT_KUBELET_LAUNCH_CHECK}: the launch check refused this node for good: {said}",
-        hint="settle what it says, then run: stratum start",
-    )
-
-
 def explain(host: Host, why: str, timeout: float) -> StratumError:
     """The error for a kubelet that is not ready: the cause as far as its journal tells, and its own words."""
+    if read_launch_check(host).trying:
+        return StratumError(
+            "launch-check-failing",
+            f"{UNIT_KUBELET_LAUNCH_CHECK}: the launch check does not agree and is tried again: {last_words(host)}",
+            hint="settle what it says; the kubelet then starts by itself",
+        )
     tail = [_plain(line) for line in systemd.journal_tail(host, UNIT_KUBELET, _LINES)]
     for pattern, cause, hint in _CAUSES:
         # The last of them: earlier lines are of earlier tries.

@@ -25,6 +25,7 @@ from stratum.host import (
 )
 from stratum.node import cni, traces
 from stratum.node.kubeletroot import KUBELET_TREES
+from stratum.node.sandboxes import NETNS
 from stratum.node.units import EVERY_UNIT, SYSTEMD_DIR
 from stratum.receipt import STATE_DIRECTORY
 from stratum.system import HostPath
@@ -76,6 +77,7 @@ def footprint() -> tuple[Place, ...]:
         Place(f"{cni.HOST_BIN_DIR}/*", "links to the CNI plugins of the bundle"),
         Place(f"{cni.RESULTS}/*", "what containers were given, by libcni"),
         Place(f"{traces.ROOT}/", "sockets and states of running containers, by containerd's shims"),
+        Place(f"{NETNS}/", "network namespaces of pods, by containerd"),
         *(Place(f"{path}/", "what a kubelet keeps, and the logs of its pods") for path in KUBELET_TREES),
         Place(str(modules.LOAD_FILE), "kernel modules of a Kubernetes node, at boot"),
         *(Place(str(path), "kernel settings, at boot") for path in sysctls.drop_ins()),

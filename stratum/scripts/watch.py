@@ -15,8 +15,10 @@ from typing import Callable, Union
 from stratum import lock
 from stratum.errors import AlreadyRunningError, StratumError, system_error
 from stratum.host.notify import Watchdog
+from stratum.node.launchcheck import read_launch_check, refusal
 from stratum.node.pulse import Pulse
 from stratum.node.stack import Stack
+from stratum.node.units import UNIT_KUBELET
 from stratum.scripts.context import Context
 from stratum.scripts.drift import Drift, Trouble
 
@@ -94,6 +96,14 @@ class Watch:
             down = ", ".join(unit for unit, state in states.items() if state.active in _DEAD)
             if not down:
                 return [self._waiting(f"{unit} is {state.active} ({state.sub})") for unit, state in states.items()]
+            if down == UNIT_KUBELET:
+                # Starting it would only ask the check once more: a refusal is final, and else it asks by itself.
+                check = read_launch_check(self.context.host)
+                if check.refused:
+                    error = refusal(self.context.host)
+                    return [Trouble(error.message, error.hint or "")]
+                if check.trying:
+                    return [self._waiting(f"{UNIT_KUBELET} waits for its launch check to agree")]
             try:
                 with lock.hold_lock(self.context.host, lock.SUPERVISOR):
                     self.bring_up()

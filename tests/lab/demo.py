@@ -88,12 +88,12 @@ components:
     version: "{KUBELET}"
     source: {{file: {STANDINS / "kubelet.py"}}}
     files:
-      - {{to: bin/kubelet}}
+      - {{to: bin/kubelet, mode: "0755"}}
   - name: coredns
     version: "{COREDNS}"
     source: {{file: {STANDINS / "coredns.py"}}}
     files:
-      - {{to: bin/coredns}}
+      - {{to: bin/coredns, mode: "0755"}}
 """
     if images:
         text += "images:\n"
@@ -136,7 +136,7 @@ def cached_bundle(
     parts += [image.reference for image in images]
     if kubelet:
         parts += [hashlib.sha256((STANDINS / name).read_bytes()).hexdigest() for name in ("kubelet.py", "coredns.py")]
-    target = tools.cache_directory() / "bundles" / tools.key("2", *parts)
+    target = tools.cache_directory() / "bundles" / tools.key("3", *parts)
     with tools.building(target) as new:
         if new is not None:
             new.mkdir()

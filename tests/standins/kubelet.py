@@ -401,6 +401,8 @@ class Pods:
                 meta, spec = pod["metadata"], pod["spec"]
                 if pod["kind"] != "Pod" or pod["apiVersion"] != "v1" or not spec["containers"]:
                     raise ValueError("not a Pod of v1 with containers")
+                if not re.fullmatch(r"[a-z0-9]([-a-z0-9.]*[a-z0-9])?", meta["name"]):
+                    raise ValueError(f"metadata.name: {meta['name']!r}")
                 uid = hashlib.md5(path.name.encode() + json.dumps(pod, sort_keys=True).encode()).hexdigest()
                 pods[uid] = (f"{meta['name']}-{self.node}", meta.get("namespace", "default"), spec)
             except (OSError, ValueError, KeyError, TypeError, yaml.YAMLError) as error:
@@ -429,13 +431,20 @@ class Pods:
                 answer = self.runtime.call("RunPodSandbox", message((1, sandbox)))
                 running[uid] = answer[1][0].decode()
                 log("I", f'"Started sandbox" pod="{namespace}/{name}"')
-            there = {item[2]: item[3] for item in self.runtime.containers() if item[1] == running[uid]}
+            held = [(item[2], item[3]) for item in self.runtime.containers() if item[1] == running[uid]]
             for item in spec["containers"]:
-                if there.get(item["name"]) in (0, 1) or (
-                    item["name"] in there and spec.get("restartPolicy") == "Never"
-                ):
+                states = [state for container, state in held if container == item["name"]]
+                if any(state in (0, 1) for state in states) or (states and spec.get("restartPolicy") == "Never"):
                     continue
-                self.start(running[uid], sandbox, item, len(there), spec)
+                attempt = len(states)
+                log_directory = self.logs(uid, name, namespace) / item["name"]
+                log_directory.mkdir(exist_ok=True)
+                container = self.start(running[uid], sandbox, item, attempt, spec)
+                links = Path("/var/log/containers")
+                links.mkdir(parents=True, exist_ok=True)
+                link = links / f"{name}_{namespace}_{item['name']}-{container}.log"
+                link.unlink(missing_ok=True)
+                link.symlink_to(log_directory / f"{attempt}.log")
 
     def sandbox(self, uid, name, namespace, spec):
         labels = {
@@ -449,11 +458,17 @@ class Pods:
         return message(
             (1, message((1, name), (2, uid), (3, namespace))),
             (2, "" if network else name),
-            (3, f"{self.config.get('podLogsDir', '/var/log/pods')}/{namespace}_{name}_{uid}"),
+            (3, str(self.logs(uid, name, namespace))),
             (4, self.dns(spec)),
             (6, labels),
             (8, message((1, group), (2, context))),
         )
+
+    def logs(self, uid, name, namespace):
+        """Where the logs of a pod go; the runtime makes only the files."""
+        path = Path(self.config.get("podLogsDir", "/var/log/pods")) / f"{namespace}_{name}_{uid}"
+        path.mkdir(parents=True, exist_ok=True)
+        return path
 
     def dns(self, spec):
         servers = self.config.get("clusterDNS", []) if spec.get("dnsPolicy", "ClusterFirst") == "ClusterFirst" else []
@@ -479,12 +494,13 @@ class Pods:
             (5, item.get("workingDir", "")),
             *((6, message((1, pair["name"]), (2, str(pair.get("value", ""))))) for pair in item.get("env", [])),
             (9, {"io.kubernetes.container.name": item["name"]}),
-            (11, f"{item['name']}_{attempt}.log"),
+            (11, f"{item['name']}/{attempt}.log"),
             (15, linux),
         )
         answer = self.runtime.call("CreateContainer", message((1, sandbox), (2, config), (3, sandbox_config)))
         self.runtime.call("StartContainer", message((1, answer[1][0])))
         log("I", f'"Started container" container="{item["name"]}"')
+        return answer[1][0].decode()
 
     def run(self):
         while True:

@@ -33,7 +33,7 @@ from stratum.node.units import (
 from stratum.receipt import Receipt
 from stratum.steps import Work
 from stratum.system import HostPath
-from tests.fakes import Killed, make_tree
+from tests.fakes import Killed, Unit, make_tree
 from tests.faults import FaultyMachine
 
 BASE = HostPath("/opt/stratum/node")
@@ -413,6 +413,32 @@ def test_stopping_tries_every_unit_and_hides_no_error(node: Node) -> None:
     assert UNIT_KUBELET in caught.value.message
     assert UNIT_LOCALDNS in caught.value.message
     assert not node.machine.active(UNIT_CONTAINERD)
+
+
+@pytest.mark.parametrize(
+    ("active", "end"), [("activating", None), ("inactive", "unit-failed"), ("failed", "unit-failed")]
+)
+def test_a_kubelet_whose_launch_check_goes_on_trying_is_waited_for_and_any_other_failure_ends_the_start(
+    node: Node, active: str, end: str | None
+) -> None:
+    backend = stopped(node)
+    node.machine.units[UNIT_KUBELET_LAUNCH_CHECK] = Unit(active)
+    node.machine.failing = {f"systemctl start {UNIT_KUBELET}": 1}
+    if end is None:
+        backend.start()
+        assert node.machine.take()[-2:] == ["start kubelet", "gate kubelet"]
+    else:
+        with pytest.raises(StratumError) as caught:
+            backend.start()
+        assert (caught.value.reference, node.machine.take()[-1]) == (end, "start kubelet")
+
+
+def test_a_start_that_fails_and_has_no_gate_is_never_taken_for_a_good_one(node: Node) -> None:
+    stopped(node)
+    node.machine.units[UNIT_KUBELET_LAUNCH_CHECK] = Unit("activating")
+    node.machine.failing = {f"systemctl start {UNIT_KUBELET}": 1}
+    with pytest.raises(StratumError, match="did not start"):
+        node.backend(hooks=Hooks()).start()
 
 
 def test_restarting_goes_in_start_order_through_gates_of_its_own_and_leaves_the_containers(node: Node) -> None:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
+import http.server
 import os
 import stat
+import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -13,11 +15,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from stratum.config import Network, NodeSpec, Proxy
+from stratum.config import Kubelet, Network, NodeSpec, Proxy
 from stratum.errors import StratumError
 from stratum.host.finding import REJECT
 from stratum.host.kubeletstate import check_kubelet_state
-from stratum.node import kubelet, kubeletready
+from stratum.node import kubelet, kubeletready, launchcheck
 from stratum.node.kubeletroot import KUBELET_TREES, kubelet_mount_roots, plan_kubelet_remains, plan_kubelet_root
 from stratum.node.proxy import PROXY_FILE, no_proxy, plan_proxy, proxy_file, render_proxy
 from stratum.node.settings import Settings
@@ -191,8 +193,9 @@ def test_a_serving_certificate_of_the_future_or_the_past_is_removed_so_that_a_ne
     put(host, str(kubelet.SERVING_CERTIFICATE), pair.certificate)
     put(host, str(kubelet.SERVING_KEY), pair.key)
     host.clock = time.time() + offset
-    done = bring(host, STANDALONE_SETTINGS)
-    assert (f"remove {kubelet.SERVING_CERTIFICATE}" in done) is removed
+    done = [line for line in bring(host, STANDALONE_SETTINGS) if str(kubelet.SERVING_CERTIFICATE) in line]
+    assert len(done) == removed and all("and the clock says" in line for line in done)
+    assert host.exists(kubelet.SERVING_CERTIFICATE) is not removed
     assert host.exists(kubelet.SERVING_KEY) is not removed
 
 
@@ -261,6 +264,9 @@ def test_a_password_is_in_one_file_for_root_alone_and_goes_with_the_proxy(host: 
 # -- the gate's words --------------------------------------------------------------------------------------------------
 
 
+CHECKED = dataclasses.replace(STANDALONE_SETTINGS, spec=NodeSpec(kubelet=Kubelet(launch_check=("/bin/true",))))
+
+
 class Answering(KubeletHost):
     """Answers for healthz and for systemctl as the test says."""
 
@@ -293,9 +299,9 @@ def test_a_final_refusal_of_the_launch_check_ends_the_wait_at_once(memory: Path)
     host = Answering(str(memory))
     host.status = 500
     host.shown = "ExecMainStatus=78\nActiveState=failed\nLoadState=loaded\n"
-    host.journal = ["the node is not allocated to you", "stratum-kubelet-launch-check.service: systemd says failed"]
+    host.journal = ["the node is not allocated to you", f"{UNIT_KUBELET_LAUNCH_CHECK}: Failed with result 'exit-code'."]
     with pytest.raises(StratumError) as caught:
-        kubeletready.wait_kubelet(host, STANDALONE_SETTINGS, 600.0)
+        kubeletready.wait_kubelet(host, CHECKED, 600.0)
     assert caught.value.reference == "launch-refused"
     assert "not allocated to you" in caught.value.message and UNIT_KUBELET_LAUNCH_CHECK in caught.value.message
 
@@ -306,7 +312,38 @@ def test_a_final_refusal_of_the_launch_check_ends_the_wait_at_once(memory: Path)
 def test_any_other_end_of_the_launch_check_is_no_refusal(memory: Path, shown: str) -> None:
     host = Answering(str(memory))
     host.shown = shown
-    assert not kubeletready.launch_check_refusal(host)
+    assert not launchcheck.read_launch_check(host).refused
+
+
+def test_a_launch_check_that_goes_on_trying_is_what_the_gate_says(memory: Path) -> None:
+    host = Answering(str(memory))
+    host.status = 500
+    host.shown = "ExecMainStatus=1\nActiveState=activating\n"
+    host.journal = ["no allocation yet"]
+    with pytest.raises(StratumError) as caught:
+        kubeletready.wait_kubelet(host, STANDALONE_SETTINGS, 0.0)
+    assert caught.value.reference == "launch-check-failing" and "no allocation yet" in caught.value.message
+
+
+def test_a_local_question_never_goes_through_a_proxy(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Row 44: urllib would send 127.0.0.1 through it."""
+    for name in ("http_proxy", "HTTP_PROXY", "all_proxy"):
+        monkeypatch.setenv(name, "http://127.0.0.1:9")
+
+    class Answer(http.server.BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            self.send_response(200)
+            self.end_headers()
+            self.wfile.write(self.path.encode())
+
+        def log_message(self, *_words: object) -> None:
+            pass
+
+    with http.server.HTTPServer(("127.0.0.1", 0), Answer) as server:
+        threading.Thread(target=server.handle_request, daemon=True).start()
+        assert Host().get_local(server.server_address[1], "/healthz", 10.0) == (200, b"/healthz")
+    with pytest.raises(OSError):
+        Host().get_local(9, "/healthz", 1.0)
 
 
 @pytest.mark.parametrize(

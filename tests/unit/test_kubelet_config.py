@@ -15,7 +15,7 @@ import yaml
 from hypothesis import given
 from hypothesis import strategies as st
 
-from stratum.config import WORKER, Cluster, ExecCredential, Kubelet, LocalDNS, NodeSpec, Taint
+from stratum.config import WORKER, Cluster, ExecCredential, Kubelet, NodeSpec, Taint
 from stratum.errors import StratumError, UsageError
 from stratum.node import kubeletconfig
 from stratum.node.kubeconfig import render_json
@@ -95,8 +95,9 @@ def test_a_program_that_gives_credentials_renews_them_itself() -> None:
 
 def test_localdns_is_what_pods_ask_where_there_is_one() -> None:
     settings = worker(dns=("10.96.0.10",))
-    spec = dataclasses.replace(settings.spec, local_dns=LocalDNS(enabled=True))
-    assert config_of(dataclasses.replace(settings, spec=spec))["clusterDNS"] == ["169.254.20.10"]
+    assert config_of(settings)["clusterDNS"] == ["10.96.0.10"]
+    facts = dataclasses.replace(FACTS, local_dns=("169.254.20.10",))
+    assert config_of(settings, facts)["clusterDNS"] == ["169.254.20.10"]
 
 
 def test_kernel_settings_are_demanded_in_the_profile_cis_only() -> None:
@@ -301,6 +302,46 @@ def test_the_stand_in_refuses_what_the_real_one_refuses(text: str, words: str, t
     argv = [sys.executable, str(STANDINS / "kubelet.py"), f"--config={tmp_path}/config.yaml"]
     done = subprocess.run(argv, capture_output=True, text=True, timeout=60, check=False)
     assert done.returncode == 1 and words in done.stderr
+
+
+MINIMAL: dict[str, Any] = {
+    "apiVersion": "kubelet.config.k8s.io/v1beta1",
+    "kind": "KubeletConfiguration",
+    "authentication": {"webhook": {"enabled": False}, "anonymous": {"enabled": False}},
+    "authorization": {"mode": "AlwaysAllow"},
+    "containerRuntimeEndpoint": "unix:///nowhere/containerd.sock",
+}
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({}, "no authentication method configured"),
+        ({"authentication": {"anonymous": {"enabled": True}}}, "cannot use webhook authentication"),
+        ({"authorization": {}, "authentication": {"webhook": {"enabled": False}}}, "cannot use webhook authorization"),
+        ({"authentication": {"x509": {"clientCAFile": "/nowhere/ca.crt"}}}, "unable to load client CA file"),
+        ({"protectKernelDefaults": True}, "invalid kernel flag: vm/overcommit_memory, expected value: 1"),
+        ({"cgroupDriver": "cgroupfs"}, "cgroupDriver"),
+        ({"containerRuntimeEndpoint": ""}, "container runtime endpoint"),
+        ({"resolvConf": "/nowhere/resolv.conf"}, "no such file"),
+        ({"staticPodPath": "/nowhere/manifests"}, "no such directory"),
+        ({"kubeReserved": {"memory": "1 GB"}}, "kubeReserved"),
+        ({"evictionHard": {"memory.free": "5%"}}, "unknown eviction signal"),
+    ],
+)  # fmt: skip
+def test_the_stand_in_does_not_start_on_what_the_real_one_does_not_start_on(
+    changes: dict[str, Any], words: str, tmp_path: Path
+) -> None:
+    opened = {"authentication": {"webhook": {"enabled": False}, "anonymous": {"enabled": True}}}
+    config = {**MINIMAL, "resolvConf": "", **(opened if changes else {}), **changes}
+    (tmp_path / "config.yaml").write_text(json.dumps(config))
+    (tmp_path / "sys/vm").mkdir(parents=True)
+    (tmp_path / "sys/vm/overcommit_memory").write_text("0\n")
+    (tmp_path / "swaps").write_text("Filename\n")
+    argv = [sys.executable, str(STANDINS / "kubelet.py"), f"--config={tmp_path}/config.yaml"]
+    env = {"STANDIN_PROC": str(tmp_path), "STANDIN_WITHOUT_RUNTIME": "1"}
+    done = subprocess.run(argv, capture_output=True, text=True, timeout=60, check=False, env=env)
+    assert done.returncode == 1 and words in done.stderr, done.stderr
 
 
 def test_the_stand_in_knows_its_version_and_no_flag_of_the_past() -> None:

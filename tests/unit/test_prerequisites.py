@@ -378,7 +378,7 @@ def test_the_footprint_is_what_up_writes_outside_of_our_directories(
     # What only a machine with real programs writes: containers, firewalld, the unpacking, a running uninstall.
     elsewhere = {"/run/containerd/", "/var/lib/cni/results/*", "/etc/firewalld/zones/trusted.xml*"}
     elsewhere |= {str(persistence.OVERRIDE), "/usr/local/lib/stratum/runtime/"}
-    elsewhere |= {"/var/lib/kubelet/", "/var/log/pods/", "/var/log/containers/"}  # by the kubelet
+    elsewhere |= {"/run/netns/", "/var/lib/kubelet/", "/var/log/pods/", "/var/log/containers/"}  # by pods
     # What only a configuration asks for.
     for unit in (UNIT_LOCALDNS, UNIT_LOCALDNS_NETWORK, UNIT_KUBELET_LAUNCH_CHECK):
         elsewhere |= {f"{SYSTEMD_DIR}/{unit}", f"{SYSTEMD_DIR}/{unit}.d/*"}

@@ -24,13 +24,14 @@ from stratum.lock import hold_lock
 from stratum.node.layout import Layout
 from stratum.node.settings import read_settings
 from stratum.node.stack import Stack
+from stratum.node.units import UNIT_KUBELET, UNIT_KUBELET_LAUNCH_CHECK
 from stratum.output import Output
 from stratum.scripts import supervise
 from stratum.scripts.context import Context
 from stratum.scripts.watch import Watch
 from stratum.system import Host
 from tests.bundles import Entry, Part
-from tests.fakes import Desk, MachineHost, make_tree, node_publisher
+from tests.fakes import Desk, MachineHost, Unit, make_tree, node_publisher
 from tests.unit import test_prerequisites
 from tests.unit.test_firewalld import FirewallHost
 from tests.unit.test_prerequisites import KubernetesHost, bundle_of
@@ -45,6 +46,7 @@ class LivingHost(MachineHost):
     """A machine whose units have processes in its /proc."""
 
     pids: dict[str, int] = field(default_factory=dict)
+    statuses: dict[str, int] = field(default_factory=dict)  # of the last process of a unit
     last_pid: int = 100
 
     def begin(self, unit: str) -> None:
@@ -68,7 +70,8 @@ class LivingHost(MachineHost):
         return answer
 
     def _show(self, name: str) -> str:
-        return super()._show(name).replace("MainPID=0", f"MainPID={self.pids.get(name, 0)}")
+        text = super()._show(name).replace("MainPID=0", f"MainPID={self.pids.get(name, 0)}")
+        return f"{text}ExecMainStatus={self.statuses.get(name, 0)}\n"
 
 
 @dataclass
@@ -255,6 +258,27 @@ def test_on_a_kubernetes_node_at_rest_a_look_starts_no_program_either(kubernetes
         watch.look()
         kubernetes.clock += 15
     assert (kubernetes.commands, kubernetes.mutations, watch.said()) == ([], [], [])
+
+
+@pytest.mark.parametrize(
+    ("active", "status", "words"),
+    [("failed", 78, "refused this node for good"), ("activating", 1, "waits for its launch check to agree")],
+)
+def test_a_kubelet_whose_launch_check_does_not_agree_is_said_once_and_not_started(
+    kubernetes: NodeHost, active: str, status: int, words: str
+) -> None:
+    here = at_rest(kubernetes)
+    kubernetes.units[UNIT_KUBELET_LAUNCH_CHECK] = Unit(active)
+    kubernetes.statuses[UNIT_KUBELET_LAUNCH_CHECK] = status
+    kubernetes.die(UNIT_KUBELET, "inactive")
+    kubernetes.commands.clear()
+    said = [line for _ in range(4) for line in (here.look(), *here.said())]
+    assert sum(line.startswith("stratum: ") and words in line for line in said) == 1
+    assert words in here.look()
+    assert not [line for line in kubernetes.commands if " start " in line or " restart " in line]
+    kubernetes.units[UNIT_KUBELET_LAUNCH_CHECK] = Unit("inactive")
+    here.look()
+    assert kubernetes.active(UNIT_KUBELET), "any other kubelet that is down is started"
 
 
 def test_swap_that_is_on_again_goes_off_and_is_said_once(kubernetes: NodeHost) -> None:

@@ -71,7 +71,7 @@ LEFT = (
 
 
 @pytest.fixture
-def host(machines: Machines, lab_disk: Disk, debian_packages: dict[str, Package]) -> QemuMachine:
+def host(machines: Machines, kubernetes_disk: Disk, debian_packages: dict[str, Package]) -> QemuMachine:
     """A machine with three kinds of swap and a bundle that has a kubelet."""
     pyz = built_pyz(default_cache())
     publisher, bundle = demo.cached_bundle(pyz, debian_packages, [], kubelet=True)
@@ -80,7 +80,7 @@ def host(machines: Machines, lab_disk: Disk, debian_packages: dict[str, Package]
         "/root/usb/demo.tar": bundle,
         "/etc/stratum/trust.d/publisher.pub": publisher.public,
     }
-    vm = machines.boot(QemuMachine(lab_disk, "prerequisites", files=files))
+    vm = machines.boot(QemuMachine(kubernetes_disk, "prerequisites", files=files))
     vm.sh("chmod 0755 /root/usb/stratum.pyz; chmod 0644 /etc/stratum/trust.d/publisher.pub")
     vm.sh("for f in /swapfile /srv/admin; do dd if=/dev/zero of=$f bs=1M count=16; chmod 600 $f; mkswap $f; done")
     vm.write("/etc/fstab", vm.read("/etc/fstab") + FSTAB)
