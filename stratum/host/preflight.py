@@ -305,6 +305,7 @@ CHECKS: Mapping[str, str] = {
     "nm-cloud-setup": "nm-cloud-setup, which breaks container traffic, is not enabled",
     "gpu": "NVIDIA GPUs have what containers need of the host, where there are any",
     "sandbox-image": "a bundle with a kubelet has the image that pods are held together by",
+    "cni-loopback": "a bundle with a kubelet has the CNI plugin that every pod needs",
     "containerd-fragment": "no file of containerd's conf.d takes the place of what Stratum sets",
     "architecture": "the bundle is for this machine",
     "components": "the bundle has what every node needs",

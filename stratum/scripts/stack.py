@@ -12,7 +12,7 @@ from stratum.errors import join_errors
 from stratum.host import firewalld, forwarding, masquerade, mounts, persistence, portchains
 from stratum.node import cni, containerd, pods
 from stratum.node.backend import Backend, Hooks
-from stratum.node.settings import plan_settings
+from stratum.node.settings import Settings, plan_settings
 from stratum.node.stack import CONTAINER_CGROUPS, Stack
 from stratum.node.units import (
     EVERY_UNIT,
@@ -234,9 +234,12 @@ def plan_trust(context: Context, work: Work, bridged: bool) -> list[Action]:
     return firewalld.plan_trust(work, [cni.BRIDGE], context.out.warn)
 
 
-def plan_masquerade(stack: Stack, bridged: bool) -> list[Action]:
-    """Forwarding and address translation for the container network, where there is or will be (``bridged``) one."""
-    subnet = cni.choose_subnet(stack.host) if bridged else cni.subnet_in_force(stack.host)
+def plan_masquerade(stack: Stack, bridged: Optional[Settings]) -> list[Action]:
+    """Forwarding and address translation for the container network, where there is or will be one.
+
+    ``bridged`` are the settings of a node that will have it.
+    """
+    subnet = node.bridge_subnet(stack.host, bridged) if bridged else cni.subnet_in_force(stack.host)
     if not subnet:
         return []
     return [
@@ -258,7 +261,7 @@ def localdns_steps(work: Work, goal: Goal) -> list[Step]:
 
 def network_steps(context: Context, work: Work, stack: Stack, goal: Goal) -> list[Step]:
     """The container network of this boot: nothing of an earlier one, and the way out; and that of LocalDNS."""
-    bridged = goal.bridged
+    settings = goal.settings if goal.bridged else None
 
     def plan_stale() -> list[Action]:
         attached = cni.read_attachments(stack.host)
@@ -267,6 +270,10 @@ def network_steps(context: Context, work: Work, stack: Stack, goal: Goal) -> lis
     return [
         *localdns_steps(work, goal),
         Step("release-network", "give back what containers of an earlier boot held", plan_stale),
-        Step("firewall", "let the container network through firewalld", lambda: plan_trust(context, work, bridged)),
-        Step("masquerade", "let containers reach out", lambda: plan_masquerade(stack, bridged)),
+        Step(
+            "firewall",
+            "let the container network through firewalld",
+            lambda: plan_trust(context, work, settings is not None),
+        ),
+        Step("masquerade", "let containers reach out", lambda: plan_masquerade(stack, settings)),
     ]

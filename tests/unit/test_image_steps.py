@@ -10,7 +10,7 @@ import pytest
 
 from stratum.errors import BundleError, ExitCode, StratumError
 from stratum.node import containerd
-from stratum.node.containerd import MANAGED_LABEL, PINNED_LABEL, find_sandbox_image, image_labels
+from stratum.node.criimages import MANAGED_LABEL, PINNED_LABEL, find_sandbox_image, image_labels
 from stratum.node.layout import Layout
 from stratum.node.stack import Stack
 from stratum.node.versions import VersionRecord, read_record
