@@ -182,12 +182,12 @@ def test_a_worker_joins_keeps_its_place_through_a_reboot_and_leaves_no_trace(nod
 
     # It has joined: a certificate of its own, its node with what the configuration says, and no token any more.
     assert node.run(["test", "-e", "/etc/stratum/kubelet/bootstrap-kubeconfig"], check=False).status != 0
-    status = stratum(node, "status", "--wait", "60")
+    status = stratum(node, "status", "--wait", "240")
     assert (status["ready"], status["nodeName"], status["nodeIP"]) == (True, NAME, ADDRESS)
     assert f"CN=system:node:{NAME},O=system:nodes" in node.run(["python3", "-c", SUBJECT]).stdout
     assert any(entry["path"].startswith("/api/v1/nodes") for entry in requests(node))
     assert TOKEN.partition(".")[2] not in everything_said_and_shown(node)
-    assert stratum(node, "up")["changed"] is False
+    assert stratum(node, "up")["steps"] == []
 
     # LocalDNS is what pods ask, and a pod runs from what is in the bundle, under systemd's cgroups.
     config = json.loads(node.read("/etc/stratum/kubelet/config.yaml").partition("\n")[2])
@@ -207,7 +207,7 @@ def test_a_worker_joins_keeps_its_place_through_a_reboot_and_leaves_no_trace(nod
     status = stratum(node, "status", "--wait", "240")
     assert status["ready"] is True, node.run(["systemctl", "status", "stratum", KUBELET, LOCALDNS], check=False).stdout
     wait_until("the pod runs again", lambda: running(node) == 2, 240, pause=2)
-    assert stratum(node, "up")["changed"] is False
+    assert stratum(node, "up")["steps"] == []
 
     check_uninstall(node, before)
 
@@ -216,7 +216,7 @@ def test_a_worker_joins_keeps_its_place_through_a_reboot_and_leaves_no_trace(nod
 def test_a_standalone_node_runs_pods_on_its_own_bridge(node: QemuMachine) -> None:
     before = snapshot(node)
     stratum(node, "up", "--node-ip", ADDRESS)
-    assert stratum(node, "status", "--wait", "60")["ready"] is True
+    assert stratum(node, "status", "--wait", "240")["ready"] is True
     start_pod(node, host_network=False)
     assert "stratum0" in node.sh("ip -brief link show type bridge").stdout
 
