@@ -267,7 +267,7 @@ def test_localdns_answers_through_the_hosts_real_servers_and_leaves_the_host_alo
 
 
 def named(vm: QemuMachine) -> list[str]:
-    """Every path with a name of ours in it, but for the lab's own files and what systemd keeps of units in this boot."""
+    """Every path with a name of ours in it, but for the lab's own files and what systemd keeps of units."""
     places = "/etc /opt /run /usr/local /var/lib"
     kept = ("/run/stratum-lab", "/run/systemd/propagate/")
     found = vm.sh(f"find {places} -xdev \\( -iname '*stratum*' -o -iname '*localdns*' \\)").lines
