@@ -10,7 +10,7 @@ from __future__ import annotations
 import abc
 import errno
 import stat
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from typing import Callable, Optional
 
@@ -415,17 +415,20 @@ def run_steps(
     dry_run: bool = False,
     before_first_change: Optional[Callable[[], object]] = None,
     on_step: Optional[Callable[[Step, Sequence[Action]], object]] = None,
+    made: Collection[HostPath] = (),
 ) -> Outcome:
     """Plan each step and, unless ``dry_run``, perform it.
 
     ``before_first_change`` is called once, before the first action of the run (to open the journal);
-    ``on_step`` hears of each step that has something to do. Errors pass through.
+    ``on_step`` hears of each step that has something to do; ``made`` are directories that a dry run takes for made by
+    then. Errors pass through.
     """
     outcome = Outcome()
     planned: set[Action] = set()
     for step in steps:
         # In a dry run a directory that an earlier step makes is still missing when a later one plans.
         actions = [action for action in step.plan() if action not in planned]
+        actions = [action for action in actions if not (isinstance(action, MakeDirectory) and action.path in made)]
         planned.update(action for action in actions if dry_run and isinstance(action, MakeDirectory))
         if not actions:
             continue

@@ -512,10 +512,12 @@ class FaultyMachine(MachineHost):
 
 
 @contextlib.contextmanager
-def faulty_machine(root: Path, graveyard: Path, **more: Any) -> Iterator[FaultyMachine]:
-    """A machine over ``root`` whose descriptors are given back."""
+def faulty_machine(
+    root: Path, graveyard: Path, kind: type[FaultyMachine] = FaultyMachine, **more: Any
+) -> Iterator[FaultyMachine]:
+    """A machine of a ``kind`` over ``root`` whose descriptors are given back."""
     graveyard.mkdir(exist_ok=True)
-    machine = FaultyMachine(str(root), environ={}, graveyard=graveyard, **more)
+    machine = kind(str(root), environ={}, graveyard=graveyard, **more)
     try:
         yield machine
     finally:

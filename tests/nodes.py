@@ -126,6 +126,8 @@ class Lab:
     # What was followed to its end already: equal machines have equal futures, because no name is left to chance.
     followed: set[str] = field(default_factory=set)
     count: int = 0
+    kind: type[FaultyMachine] = FaultyMachine
+    remembered: tuple[str, ...] = REMEMBERED
 
     @contextlib.contextmanager
     def machine(self, state: str) -> Iterator[FaultyMachine]:
@@ -134,7 +136,7 @@ class Lab:
         here.mkdir()
         known = self.states[state]
         known.restore(here / "root")
-        with faulty_machine(here / "root", here / "graveyard") as machine:
+        with faulty_machine(here / "root", here / "graveyard", self.kind) as machine:
             for name, value in copy.deepcopy(known.memory).items():
                 setattr(machine, name, value)
             with drawn_names():
@@ -142,11 +144,11 @@ class Lab:
         shutil.rmtree(here)
 
     def keep(self, name: str, machine: FaultyMachine) -> None:
-        self.states[name] = State.of(machine.root, {item: getattr(machine, item) for item in REMEMBERED})
+        self.states[name] = State.of(machine.root, {item: getattr(machine, item) for item in self.remembered})
 
     def is_new(self, machine: FaultyMachine, *words: object) -> bool:
         """Whether no machine like this one was met before under the same ``words``."""
-        memory = [repr(getattr(machine, name)) for name in REMEMBERED]
+        memory = [repr(getattr(machine, name)) for name in self.remembered]
         digest = hashlib.sha256(repr((words, memory)).encode())
         files: dict[bytes, str] = {}
         for base, directories, names in os.walk(machine.root):

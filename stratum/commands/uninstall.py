@@ -15,38 +15,26 @@ from stratum import lock, systemd
 from stratum.compiled import ROOT_PLACES
 from stratum.errors import ExitCode, StratumError
 from stratum.host import (
-    firewalld,
-    forwarding,
     kubechains,
-    masquerade,
-    mounts,
     netmanagers,
-    network,
     persistence,
-    portchains,
 )
 from stratum.journal import JOURNAL_PATH
 from stratum.node import cni, containerd
-from stratum.node.kubeletroot import kubelet_mount_roots, plan_kubelet_remains
+from stratum.node.kubeletroot import plan_kubelet_remains
 from stratum.node.layout import Layout
 from stratum.node.sandboxes import plan_sandboxes
 from stratum.node.stack import Stack
-from stratum.node.traces import plan_traces
-from stratum.node.units import EVERY_UNIT, SYSTEMD_DIR, UNIT_KUBELET, drop_in_dir
+from stratum.node.units import EVERY_UNIT, drop_in_dir
 from stratum.receipt import STATE_DIRECTORY
 from stratum.removal import Left, Removal, plan_removal
-from stratum.scripts import localdns, prerequisites
+from stratum.scripts import prerequisites, teardown
 from stratum.scripts import stack as stack_script
 from stratum.scripts.context import Context, add_dry_run, add_output, add_root
 from stratum.scripts.recover import recover
 from stratum.scripts.run import ignore_signals, load_work, perform, report
-from stratum.scripts.runtime import plan_cdi_removal
 from stratum.steps import Action, Call, Outcome, RemoveDirectory, RemoveFile, RemoveTree, Step, Work
 from stratum.system import HostPath
-
-PODS_SLICE = "kubepods.slice"  # kubelet's cgroup root with the systemd driver
-PORT_CHAINS = f"{portchains.PREFIX}*"
-ROOTS = (HostPath("/opt/stratum"), STATE_DIRECTORY, HostPath("/run/stratum"))
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -110,39 +98,6 @@ def plan_disarm(context: Context) -> list[Action]:
     ]
 
 
-def plan_port_chains(work: Work) -> tuple[list[Action], list[Left]]:
-    """What takes away the chains for published ports, as far as they are ours alone; and what of them stays."""
-    if work.receipt.get(cni.HOST_BIN_DIR / "portmap") is None:
-        return [], []
-    actions, left = portchains.plan_removal(work.host, cni.NETWORK, shared=cni.others_use_cni(work))
-    return actions, [Left(HostPath(PORT_CHAINS), why) for why in left]
-
-
-def had_kubelet(work: Work) -> bool:
-    """Whether this node has, or had, a kubelet of ours."""
-    return work.receipt.get(SYSTEMD_DIR / UNIT_KUBELET) is not None
-
-
-def plan_slice(context: Context) -> list[Action]:
-    """Take away the slice that a kubelet makes for its pods; systemd keeps it for as long as nobody says so."""
-    (state,) = systemd.read_units(context.host, [PODS_SLICE]).values()
-    if state.active not in ("active", "activating"):
-        return []
-    return [Call("stop", PODS_SLICE, lambda: systemd.stop_unit(context.host, PODS_SLICE))]
-
-
-def plan_network(context: Context, work: Work) -> list[Action]:
-    """Remove our bridge and our part of the firewall; the containers' own interfaces and rules went with them."""
-    actions = firewalld.plan_untrust(work)
-    actions += forwarding.plan_restore(context.host) + masquerade.plan_removal(context.host)
-    actions += plan_port_chains(work)[0]
-    if had_kubelet(work):
-        actions += kubechains.plan_removal(context.host)
-    if not network.interface_exists(context.host, cni.BRIDGE):
-        return actions
-    return [*actions, Call("remove bridge", cni.BRIDGE, lambda: network.remove_bridge(context.host, cni.BRIDGE))]
-
-
 def plan_stop_supervisor(context: Context) -> list[Action]:
     """Stop the supervisor, when nothing is left that it could watch."""
     if not persistence.installed(context.host):
@@ -159,21 +114,7 @@ def teardown_steps(context: Context, work: Work, stack: Stack) -> list[Step]:
     """Everything before the deletion; a failure in here puts the node back."""
     return [
         Step("disarm", "keep the supervisor from coming back", lambda: plan_disarm(context)),
-        *stack_script.stop_steps(stack, tuple(reversed(EVERY_UNIT)), containers=True, warn=context.out.warn),
-        *([Step("slice", "remove the pods' slice", lambda: plan_slice(context))] if had_kubelet(work) else []),
-        Step("sandboxes", "remove what dead pods left in the network", lambda: plan_sandboxes(context.host)),
-        Step(
-            "traces",
-            "remove what dead containers left in /run",
-            lambda: [*plan_traces(context.host), *plan_cdi_removal(work)],
-        ),
-        Step(
-            "unmount",
-            "take away mounts below Stratum's directories",
-            lambda: mounts.plan_unmount(work, (*ROOTS, *kubelet_mount_roots(work))),
-        ),
-        Step("network", "remove the container bridge", lambda: plan_network(context, work)),
-        Step("localdns", "remove the network of LocalDNS", lambda: localdns.plan_teardown(work)),
+        *teardown.end_steps(context, work, stack),
         Step("stop-supervisor", "stop the supervisor", lambda: plan_stop_supervisor(context)),
         # Last: what still ran until here needed it.
         *restore_steps(context, work),
@@ -234,11 +175,11 @@ def uninstall(context: Context, work: Work, *, keep_data: bool, dry_run: bool) -
     keep = (containerd.DATA_ROOT,) if keep_data else ()
     removal = plan_removal(work, keep=keep, released=released, attached=drop_ins)
     if context.host.live:
-        undone, staying = plan_port_chains(work)
+        undone, staying = teardown.plan_port_chains(work)
         # After the teardown none is left to do, unless somebody began to use them in that moment.
         if not dry_run:
-            staying += [Left(HostPath(PORT_CHAINS), f"{item.subject}: in use by now") for item in undone]
-        if had_kubelet(work):
+            staying += [Left(HostPath(teardown.PORT_CHAINS), f"{item.subject}: in use by now") for item in undone]
+        if teardown.had_kubelet(work):
             made = "made by pods of the cluster, and gone with the next boot"
             staying += [Left(HostPath(name), made) for name in kubechains.find_others(context.host)]
         removal.left += staying

@@ -15,13 +15,14 @@ from stratum import boot, lock
 from stratum.bundle.verify import VerifiedBundle
 from stratum.errors import ExitCode, StratumError, system_error
 from stratum.host import netmanagers, persistence
+from stratum.node.kubeletroot import plan_kubelet_remains
 from stratum.node.layout import Layout
 from stratum.node.stack import Stack
 from stratum.node.units import EVERY_UNIT
 from stratum.node.versions import usable_record
 from stratum.removal import plan_removal
 from stratum.scripts import images as image_script
-from stratum.scripts import kubelet, prerequisites, supervise, switch
+from stratum.scripts import kubelet, prerequisites, supervise, switch, teardown
 from stratum.scripts import node as node_script
 from stratum.scripts import stack as stack_script
 from stratum.scripts.choice import add_bundle_arguments, open_trusted
@@ -91,7 +92,9 @@ def check_places(context: Context, work: Work, layout: Layout, goal: Goal) -> No
     warn_overwrites(context, work, actions, versions=[layout.version_dir(goal.record.version)])
 
 
-def build_steps(context: Context, work: Work, stack: Stack, target: Target, goal: Goal) -> list[Step]:
+def build_steps(
+    context: Context, work: Work, stack: Stack, target: Target, goal: Goal, *, dry_run: bool
+) -> list[Step]:
     """The script."""
     layout, record, settings, live = stack.layout, goal.record, goal.settings, context.host.live
     steps = [
@@ -110,7 +113,7 @@ def build_steps(context: Context, work: Work, stack: Stack, target: Target, goal
     steps += prerequisites.label_steps(context, work, settings)
     if live:
         steps += stack_script.network_steps(context, work, stack, goal)
-        steps += stack_script.start_steps(context, work, stack)
+        steps += stack_script.start_steps(context, work, stack, goal if dry_run else None)
         # containerd makes its directories at its first start; what is imported takes its label from them.
         steps += prerequisites.label_steps(context, work, settings, "data-labels")
         steps += image_script.import_steps(context, stack, record)
@@ -132,7 +135,7 @@ def _bring_up(context: Context, arguments: argparse.Namespace, work: Work, stack
             target.record, target.plugins, chosen.settings, kubelet.join_of(context.host, chosen, target.record)
         )
         check_places(context, work, layout, goal)
-        steps = build_steps(context, work, stack, target, goal)
+        steps = build_steps(context, work, stack, target, goal, dry_run=dry_run)
         return perform(
             context, work, "up", steps, dry_run=dry_run, source=layout.current(), target=target.record.version
         )
@@ -145,13 +148,14 @@ def _undo(context: Context, work: Work, stack: Stack) -> str:
     loaded = context.host.live and persistence.installed(context.host)
     started = context.host.live and stack.layout.current() is not None
     if started:
-        run_steps(work, stack_script.take_down_steps(work, stack))
+        run_steps(work, teardown.end_steps(context, work, stack))
     if len(work.receipt):
         for action in prerequisites.plan_restore(context, work):
             action.perform(work)
+    remains = plan_kubelet_remains(work)
     removal = plan_removal(work)
     if len(work.receipt):
-        for action in [*removal.actions, *removal.closing]:
+        for action in [*remains, *removal.actions, *removal.closing]:
             action.perform(work)
     for action in netmanagers.plan_forget(work, context.out.warn):
         action.perform(work)

@@ -18,7 +18,7 @@ from stratum.scripts import kubelet, prerequisites, switch
 from stratum.scripts import node as node_script
 from stratum.scripts.choice import add_bundle_arguments, open_trusted
 from stratum.scripts.context import Context, add_dry_run, add_output
-from stratum.scripts.goal import Goal
+from stratum.scripts.goal import Goal, goal_in_force
 from stratum.scripts.recover import recover
 from stratum.scripts.run import announce, load_work, perform, report
 from stratum.scripts.settings import add_settings_arguments
@@ -121,6 +121,7 @@ def run(context: Context, arguments: argparse.Namespace) -> int:
                 goal = Goal(
                     target.record, target.plugins, chosen.settings, kubelet.join_of(context.host, chosen, target.record)
                 )
+                kubelet.check_stays(work, goal_in_force(stack.layout), goal)
                 outcome = upgrade(context, arguments, work, stack, target, goal)
     report(context, "upgrade", outcome, dry_run=dry_run, more={"from": current, "to": target.record.version})
     if not dry_run and not arguments.prepare_only:

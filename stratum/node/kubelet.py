@@ -47,9 +47,11 @@ __all__ = [
     "client_name",
     "kubelet_arguments",
     "kubelet_inputs",
+    "leaves_cluster",
     "make_join",
     "plan_finish_join",
     "plan_kubelet",
+    "plan_without_kubelet",
     "read_facts",
     "why_not_joined",
 ]
@@ -96,11 +98,21 @@ def plan_kubelet(work: Work, settings: Settings, facts: KubeletFacts, join: Opti
     if settings.spec.role == WORKER:
         actions += _plan_worker(work, settings, join)
     else:
+        # A node that leaves its cluster keeps no credential of it.
+        actions += _plan_forget(work) if work.receipt.get(JOIN_RECORD) else []
         actions += _plan_withdrawal(work, (BOOTSTRAP, GIVEN_KUBECONFIG, GIVEN_CERTIFICATE, GIVEN_KEY, JOIN_RECORD))
         actions += _plan_authority(work)
     actions += plan_file(work, KUBELET_CONFIG, config)
     actions += _plan_serving(work)
     return list(dict.fromkeys(actions))
+
+
+def plan_without_kubelet(work: Work) -> list[Action]:
+    """On a container host that was a node, or began to be one: no token, and no configuration.
+
+    What a version with a kubelet would live on is kept, for a rollback to it.
+    """
+    return _plan_withdrawal(work, (BOOTSTRAP, KUBELET_CONFIG))
 
 
 def _plan_withdrawal(work: Work, paths: Sequence[HostPath]) -> list[Action]:
@@ -181,6 +193,15 @@ def _join_record(settings: Settings, join: Join) -> bytes:
     """What was joined, without a secret: it tells whether the certificate on the disk is one of this cluster."""
     value = {"format": 1, "server": join.server, "ca": content_digest(join.ca), "node": settings.node_name}
     return json.dumps(value, sort_keys=True).encode() + b"\n"
+
+
+def leaves_cluster(work: Work, before: Settings, settings: Settings, join: Optional[Join]) -> bool:
+    """Whether a node would have another role, or be in another cluster: its certificate would be forgotten."""
+    if before.spec.role != settings.spec.role:
+        return True
+    if settings.spec.role != WORKER or join is None:
+        return False
+    return _read(work.host, JOIN_RECORD) != _join_record(settings, join)
 
 
 def _plan_worker(work: Work, settings: Settings, join: Optional[Join]) -> list[Action]:

@@ -17,7 +17,7 @@ from stratum.configcodec import spec_from_json, spec_to_json
 from stratum.configvalues import has_password
 from stratum.errors import StratumError
 from stratum.receipt import STATE_DIRECTORY
-from stratum.steps import Action, MakeDirectory, Work, plan_file, withdraw
+from stratum.steps import Action, Call, MakeDirectory, Work, plan_file, withdraw
 from stratum.system import Host, HostPath
 
 __all__ = [
@@ -136,6 +136,8 @@ def plan_settings(work: Work, settings: Settings) -> list[Action]:
     """What records ``settings``; nothing when they are recorded, or are those of a node without a record."""
     if settings == Settings() and not work.host.lexists(SETTINGS_PATH):
         return []
+    if settings == Settings() and work.receipt.owns(SETTINGS_PATH):
+        return [Call("remove", str(SETTINGS_PATH), lambda: withdraw(work, SETTINGS_PATH))]
     return _plan_write(work, SETTINGS_PATH, settings)
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import errno
 import json
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 from stratum import systemd
@@ -19,7 +19,7 @@ from stratum.node.kubeletready import wait_kubelet
 from stratum.node.layout import Layout
 from stratum.node.localdns import wait_localdns
 from stratum.node.proxy import PROXY_FILE
-from stratum.node.settings import read_settings
+from stratum.node.settings import Settings, read_settings
 from stratum.node.stackspec import unit_spec
 from stratum.node.units import (
     SYSTEMD_DIR,
@@ -78,7 +78,7 @@ class Stack:
     def inputs(self, unit: str) -> dict[str, str]:
         """What a running unit depends on: the version, the digests of its files, and which program file it is."""
         found = {"version": self.layout.current() or ""}
-        program, files = self._reads(unit)
+        program, files = self._reads(unit, read_settings(self.host))
         for path in (SYSTEMD_DIR / unit, *self._drop_ins(unit), *files):
             if self.host.exists(path):
                 found[str(path)] = file_digest(self.host, path)
@@ -89,10 +89,18 @@ class Stack:
             found[str(path)] = f"{info.st_dev}:{info.st_ino}:{info.st_mtime_ns}"
         return found
 
-    def _reads(self, unit: str) -> tuple[str, Sequence[HostPath]]:
+    def depends_on(self, unit: str, settings: Settings, paths: Collection[str]) -> bool:
+        """Whether one of ``paths`` is among the inputs of a unit, under ``settings``."""
+        _, files = self._reads(unit, settings)
+        drop_ins = f"{drop_in_dir(unit)}/"
+        return any(str(path) in paths for path in (SYSTEMD_DIR / unit, *files)) or any(
+            path.startswith(drop_ins) for path in paths
+        )
+
+    def _reads(self, unit: str, settings: Settings) -> tuple[str, Sequence[HostPath]]:
         """The program of a unit, and the files that it reads at its start and not later."""
         if unit == UNIT_KUBELET:
-            return "kubelet", (PROXY_FILE, *kubelet_inputs(read_settings(self.host)))
+            return "kubelet", (PROXY_FILE, *kubelet_inputs(settings))
         if unit == UNIT_LOCALDNS:
             return "coredns", (self.layout.current_link / localdns.SUPERVISOR,)
         return "containerd", (containerd.CONFIG_PATH, PROXY_FILE, *containerd.fragments(self.host))
@@ -119,7 +127,8 @@ class Stack:
 
         self.host.makedirs(STARTED.parent)
         value = {**self._started(), unit: self.inputs(unit)}
-        atomicfile.write_file(self.host, STARTED, json.dumps(value).encode() + b"\n")
+        # Digests of files with a password in them, which nobody else needs to have.
+        atomicfile.write_file(self.host, STARTED, json.dumps(value).encode() + b"\n", 0o600)
 
     # -- gates --------------------------------------------------------------------------------------
 

@@ -5,11 +5,19 @@ from __future__ import annotations
 from typing import Optional
 
 from stratum.config import WORKER
+from stratum.errors import UsageError
 from stratum.host import resolvers
 from stratum.host.finding import REJECT, WARN, Finding
 from stratum.host.kubeletstate import check_kubelet_state
 from stratum.node.kubeconfig import Join, make_join
-from stratum.node.kubelet import KubeletFacts, plan_finish_join, plan_kubelet, read_facts
+from stratum.node.kubelet import (
+    KubeletFacts,
+    leaves_cluster,
+    plan_finish_join,
+    plan_kubelet,
+    plan_without_kubelet,
+    read_facts,
+)
 from stratum.node.kubeletconfig import CA_FILE, check_kubelet
 from stratum.node.settings import Settings, read_settings
 from stratum.node.stackspec import is_kubernetes_node, serves_dns
@@ -21,7 +29,7 @@ from stratum.scripts.settings import Chosen
 from stratum.steps import Action, Work
 from stratum.system import Host
 
-__all__ = ["check_kubernetes", "finish_join", "join_of", "plan_files"]
+__all__ = ["check_kubernetes", "check_stays", "finish_join", "join_of", "plan_files"]
 
 
 def join_of(host: Host, chosen: Chosen, record: VersionRecord) -> Optional[Join]:
@@ -63,10 +71,23 @@ def check_kubernetes(context: Context, settings: Settings, record: VersionRecord
 
 
 def plan_files(work: Work, goal: Goal) -> list[Action]:
-    """The kubelet's files; nothing on a container host. Raises :class:`StratumError`."""
+    """The kubelet's files; on a container host that was a node, what takes the token away. Raises StratumError."""
     if not is_kubernetes_node(goal.record):
-        return []
+        return plan_without_kubelet(work)
     return plan_kubelet(work, goal.settings, _facts(work.host, goal), goal.join)
+
+
+def check_stays(work: Work, before: Optional[Goal], goal: Goal) -> None:
+    """A switch of versions leaves a node in its cluster: else there would be no way back. Raises UsageError."""
+    if before is None or not (is_kubernetes_node(before.record) and is_kubernetes_node(goal.record)):
+        return
+    if leaves_cluster(work, before.settings, goal.settings, goal.join):
+        raise UsageError(
+            "other-cluster",
+            "the configuration gives this node another role or cluster, and a change of versions keeps both: "
+            "a node that joined anew could not go back",
+            hint="run: stratum up, which makes it so; then: stratum upgrade",
+        )
 
 
 def finish_join(work: Work) -> None:

@@ -26,6 +26,8 @@ __all__ = [
     "upstreams_of",
 ]
 
+_RELOAD = Command(("systemctl", "daemon-reload"), 60.0)
+
 
 def upstreams_of(host: Host, settings: Settings) -> tuple[str, ...]:
     """The servers that LocalDNS asks: those of the configuration, else the host's own. Empty when there are none.
@@ -66,7 +68,7 @@ def plan_configuration(work: Work, settings: Settings) -> list[Action]:
     address = localdnsnet.check_address(settings.spec.local_dns.address)
     unit = localdnsnet.plan_network_unit(work, address)
     if unit and work.host.live:
-        unit.append(Command(("systemctl", "daemon-reload"), 60.0))
+        unit.append(_RELOAD)
     return [*localdns.plan_localdns(work, settings, upstreams_of(work.host, settings)), *unit]
 
 
@@ -103,10 +105,11 @@ def plan_teardown(work: Work) -> list[Action]:
 
 
 def plan_withdrawal(work: Work) -> list[Action]:
-    """On a node that goes on without LocalDNS: its network, and its files. systemd must be told to read its units."""
+    """On a node that goes on without LocalDNS: its network, and its files; and systemd forgets the unit."""
     paths = [path for path in (localdnsnet.UNIT_PATH, localdns.COREFILE) if work.receipt.get(path) is not None]
     files = [Call("remove", str(path), lambda path=path: withdraw(work, path)) for path in paths]  # type: ignore[misc]
-    return [*plan_teardown(work), *files]
+    reload = [_RELOAD] if work.host.live and files else []
+    return [*plan_teardown(work), *files, *reload]
 
 
 def bring_up(host: Host, address: str) -> list[str]:

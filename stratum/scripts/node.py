@@ -145,13 +145,18 @@ def plan_configuration(work: Work, goal: Goal, warn: Optional[Callable[[str], ob
     Raises :class:`StratumError` for settings that a program would not take, and a worker without a way to join.
     """
     containerd_version(goal.record)
-    actions = [
-        *plan_runtime(work, goal.record, goal.settings, warn),
-        *proxy.plan_proxy(work, goal.settings),
-        *kubelet.plan_files(work, goal),
-    ]
+    actions = [*plan_runtime(work, goal.record, goal.settings, warn), *proxy.plan_proxy(work, goal.settings)]
+    plans = [functools.partial(kubelet.plan_files, work, goal)]
     if goal.serves_dns:
-        actions += localdns.plan_configuration(work, goal.settings)
+        plans.append(functools.partial(localdns.plan_configuration, work, goal.settings))
+    for plan in plans:
+        try:
+            actions += plan()
+        except StratumError as error:
+            if warn is None:
+                raise
+            # One part that cannot be as it was must not keep the others from it.
+            warn(f"{error.message}; what there is of it stays as it is")
     return list(dict.fromkeys(actions))
 
 

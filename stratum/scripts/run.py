@@ -73,8 +73,11 @@ def perform(
         open_state(work)
         work.journal.begin(name, source=source, target=target)
 
+    # Made with the journal, before the first change of any run.
+    made = (STATE_DIRECTORY, *STATE_DIRECTORY.parents) if dry_run else ()
+    say = announce(context, dry_run)
     try:
-        outcome = run_steps(work, steps, dry_run=dry_run, before_first_change=begin, on_step=announce(context, dry_run))
+        outcome = run_steps(work, steps, dry_run=dry_run, before_first_change=begin, on_step=say, made=made)
     except BaseException as error:
         if not dry_run:
             with contextlib.suppress(OSError, StratumError):

@@ -9,22 +9,22 @@ from typing import Callable, Optional
 
 from stratum import systemd
 from stratum.errors import join_errors
-from stratum.host import firewalld, forwarding, masquerade, mounts, persistence, portchains
+from stratum.host import firewalld, forwarding, masquerade, persistence, portchains
 from stratum.node import cni, containerd, pods
 from stratum.node.backend import Backend, Hooks
-from stratum.node.settings import Settings, plan_settings
+from stratum.node.settings import plan_settings
 from stratum.node.stack import CONTAINER_CGROUPS, Stack
+from stratum.node.stackspec import is_kubernetes_node
 from stratum.node.units import (
-    EVERY_UNIT,
     SYSTEMD_DIR,
     UNIT_CONTAINERD,
     UNIT_KUBELET,
     UNIT_KUBELET_LAUNCH_CHECK,
+    UNIT_LOCALDNS,
     UNIT_LOCALDNS_NETWORK,
     UnitSpec,
     stack_units,
 )
-from stratum.receipt import STATE_DIRECTORY
 from stratum.scripts import images as image_script
 from stratum.scripts import kubelet, localdns, node
 from stratum.scripts.context import Context
@@ -91,15 +91,21 @@ def plan_version_needs(work: Work, stack: Stack, goal: Goal, warn: Optional[Warn
     ]
 
 
-def _plan_configure(context: Context, work: Work, stack: Stack, goal: Goal) -> list[Action]:
-    # The stack has stopped: what LocalDNS had of the network can go, if it is not to come back.
+def _plan_configure(
+    context: Context, work: Work, stack: Stack, goal: Goal, warn: Optional[Warn] = None
+) -> list[Action]:
+    """What a switch does for ``goal`` while nothing runs; ``warn`` as in :func:`plan_version_needs`."""
+    # What LocalDNS had of the network can go, if it is not to come back.
     gone = [] if goal.serves_dns else [action for step in localdns_steps(work, goal) for action in step.plan()]
-    return [*plan_release(stack, context.out.warn), *gone, *plan_version_needs(work, stack, goal)]
+    # A bridge that comes needs its way out; where there is one already, it has it.
+    comes = goal.bridged and cni.subnet_in_force(stack.host) is None
+    way_out = [*plan_trust(context, work, True), *plan_masquerade(stack, goal)] if comes else []
+    needs = plan_version_needs(work, stack, goal, warn)
+    return [*plan_release(stack, context.out.warn), *gone, *needs, *way_out]
 
 
 def _configure(context: Context, work: Work, stack: Stack, goal: Goal) -> None:
-    warn = context.out.warn
-    for action in [*plan_release(stack, warn), *plan_version_needs(work, stack, goal, warn)]:
+    for action in _plan_configure(context, work, stack, goal, context.out.warn):
         action.perform(work)
 
 
@@ -113,18 +119,33 @@ def record_ahead(work: Work, stack: Stack, goal: Goal) -> None:
     work.receipt.record(*(entry for action in actions for entry in action.entries))
 
 
-def plan_start(context: Context, work: Work, stack: Stack) -> list[Action]:
-    """Start each unit that is not active; restart those that run with other files than those in place now."""
-    backend = make_backend(context, work, stack)
+def plan_start(context: Context, work: Work, stack: Stack, ahead: Optional[Goal] = None) -> list[Action]:
+    """Start each unit that is not active; restart those that run with other files than those in place now.
+
+    With ``ahead``, in a dry run, as it will be when all that this goal needs is in its place.
+    """
+    backend = make_backend(context, work, stack, goal=ahead)
     states = systemd.read_units(stack.host, backend.units)
     down = [unit for unit in backend.units if states[unit].active != "active"]
     stale = [unit for unit in backend.units if stack.started_with(unit) != stack.inputs(unit)]
+    if ahead is not None:
+        changes = [*plan_version_needs(work, stack, ahead), *node.plan_units(work, stack.layout, ahead)]
+        stopped = {action.subject for action in changes if action.verb == "stop"}
+        # What requires a unit that goes stops with it (systemd.unit(5), Requires=).
+        down += [UNIT_CONTAINERD, UNIT_KUBELET] if UNIT_LOCALDNS in stopped else []
+        down += [UNIT_KUBELET] if UNIT_KUBELET_LAUNCH_CHECK in stopped else []
+        changed = {action.subject for action in changes}
+        stale += [unit for unit in backend.units if stack.depends_on(unit, ahead.settings, changed)]
     return backend.plan_bring_up(down, stale)
 
 
-def start_steps(context: Context, work: Work, stack: Stack) -> list[Step]:
-    """Start the stack in order, each unit behind its gate."""
-    return [Step("start", "start the units and wait until they answer", lambda: plan_start(context, work, stack))]
+def start_steps(context: Context, work: Work, stack: Stack, ahead: Optional[Goal] = None) -> list[Step]:
+    """Start the stack in order, each unit behind its gate; ``ahead`` as in :func:`plan_start`."""
+
+    def plan() -> list[Action]:
+        return plan_start(context, work, stack, ahead)
+
+    return [Step("start", "start the units and wait until they answer", plan)]
 
 
 def plan_stop(stack: Stack, units: Sequence[str]) -> list[Action]:
@@ -135,28 +156,6 @@ def plan_stop(stack: Stack, units: Sequence[str]) -> list[Action]:
     if not running:
         return []
     return [Call("stop", ", ".join(running), lambda: join_errors(systemd.stop_units(stack.host, running), "stop"))]
-
-
-def take_down_steps(work: Work, stack: Stack) -> list[Step]:
-    """What undoes the start of a node that has run no container yet: units, mounts of an import, kernel settings."""
-    host = stack.host
-    return [
-        Step("stop", "stop the units", lambda: plan_stop(stack, tuple(reversed(EVERY_UNIT)))),
-        Step(
-            "unmount",
-            "take away what an import had mounted",
-            lambda: mounts.plan_unmount(work, (STATE_DIRECTORY,)),
-        ),
-        Step(
-            "network",
-            "give back the kernel's settings",
-            lambda: [
-                *firewalld.plan_untrust(work),
-                *masquerade.plan_removal(host),
-                *forwarding.plan_restore(host),
-            ],
-        ),
-    ]
 
 
 def plan_end_containers(stack: Stack) -> list[Action]:
@@ -234,16 +233,15 @@ def plan_trust(context: Context, work: Work, bridged: bool) -> list[Action]:
     return firewalld.plan_trust(work, [cni.BRIDGE], context.out.warn)
 
 
-def plan_masquerade(stack: Stack, bridged: Optional[Settings]) -> list[Action]:
-    """Forwarding and address translation for the container network, where there is or will be one.
-
-    ``bridged`` are the settings of a node that will have it.
-    """
-    subnet = node.bridge_subnet(stack.host, bridged) if bridged else cni.subnet_in_force(stack.host)
+def plan_masquerade(stack: Stack, goal: Goal) -> list[Action]:
+    """Forwarding and address translation for the container network, where there is or will be one."""
+    subnet = node.bridge_subnet(stack.host, goal.settings) if goal.bridged else cni.subnet_in_force(stack.host)
     if not subnet:
         return []
+    # A Kubernetes node has forwarding among its sysctls.
+    forward = [] if is_kubernetes_node(goal.record) else forwarding.plan_forwarding(stack.host)
     return [
-        *forwarding.plan_forwarding(stack.host),
+        *forward,
         *masquerade.plan_masquerade(stack.host, subnet),
         *portchains.plan_remember(stack.host),
     ]
@@ -256,12 +254,12 @@ def localdns_steps(work: Work, goal: Goal) -> list[Step]:
         return [Step("localdns", "make the network of LocalDNS", make)]
     if work.receipt.get(SYSTEMD_DIR / UNIT_LOCALDNS_NETWORK) is None:
         return []
-    return [Step("localdns", "take the network of LocalDNS away", lambda: localdns.plan_withdrawal(work))]
+    return [Step("localdns", "take LocalDNS away", lambda: localdns.plan_withdrawal(work))]
 
 
 def network_steps(context: Context, work: Work, stack: Stack, goal: Goal) -> list[Step]:
     """The container network of this boot: nothing of an earlier one, and the way out; and that of LocalDNS."""
-    settings = goal.settings if goal.bridged else None
+    bridged = goal.bridged
 
     def plan_stale() -> list[Action]:
         attached = cni.read_attachments(stack.host)
@@ -270,10 +268,6 @@ def network_steps(context: Context, work: Work, stack: Stack, goal: Goal) -> lis
     return [
         *localdns_steps(work, goal),
         Step("release-network", "give back what containers of an earlier boot held", plan_stale),
-        Step(
-            "firewall",
-            "let the container network through firewalld",
-            lambda: plan_trust(context, work, settings is not None),
-        ),
-        Step("masquerade", "let containers reach out", lambda: plan_masquerade(stack, settings)),
+        Step("firewall", "let the container network through firewalld", lambda: plan_trust(context, work, bridged)),
+        Step("masquerade", "let containers reach out", lambda: plan_masquerade(stack, goal)),
     ]

@@ -18,7 +18,7 @@ from stratum.node.history import note_activation
 from stratum.node.layout import Layout
 from stratum.node.settings import forget_earlier, keep_earlier, read_earlier
 from stratum.node.stack import Stack
-from stratum.node.units import UNIT_CONTAINERD
+from stratum.node.units import EVERY_UNIT, UNIT_CONTAINERD
 from stratum.node.versions import VersionRecord
 from stratum.scripts import images as image_script
 from stratum.scripts import node as node_script
@@ -138,10 +138,15 @@ def _said(failure: BaseException) -> str:
 
 def _add_journal(context: Context, failure: BaseException) -> None:
     """Let a gate's error say what the unit said last; a start that failed says it already."""
-    if isinstance(failure, StratumError) and failure.reference != "unit-failed":
+    if isinstance(failure, StratumError) and failure.reference != "unit-failed" and not _names_unit(failure):
         tail = journal_tail(context.host, UNIT_CONTAINERD, 5)
         if tail:
             failure.message += f"; {UNIT_CONTAINERD} said last: {' | '.join(tail)}"
+
+
+def _names_unit(failure: StratumError) -> bool:
+    """Whether an error is one of another unit, whose gate has looked into its journal."""
+    return any(unit in failure.message for unit in EVERY_UNIT if unit != UNIT_CONTAINERD)
 
 
 def _settle_failure(work: Work, error: BaseException, *, went_back: bool) -> None:

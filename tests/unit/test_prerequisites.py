@@ -101,9 +101,9 @@ def desk(tmp_path: Path) -> Desk:
     return Desk(tmp_path / "desk")
 
 
-@pytest.fixture
-def host(tmp_path: Path) -> KubernetesHost:
-    root = make_tree(tmp_path / "root", live=True)
+def make_kubernetes_tree(root: Path) -> Path:
+    """The tree of a machine that a Kubernetes node can be made of."""
+    make_tree(root, live=True)
     (root / "etc/fstab").write_bytes(FSTAB)
     (root / "dev").mkdir()
     for key, value in CONTROLS.items():
@@ -119,9 +119,14 @@ def host(tmp_path: Path) -> KubernetesHost:
     (tree / "modules.dep").write_text(
         "".join(f"kernel/{name}.ko:\n" for name in ("overlay", "br_netfilter", "nf_conntrack"))
     )
-    made = KubernetesHost(str(root), {})
-    made.switch_on("/swap.img")
     (root / "swap.img").touch()
+    return root
+
+
+@pytest.fixture
+def host(tmp_path: Path) -> KubernetesHost:
+    made = KubernetesHost(str(make_kubernetes_tree(tmp_path / "root")), {})
+    made.switch_on("/swap.img")
     return made
 
 

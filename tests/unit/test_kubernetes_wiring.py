@@ -1,0 +1,305 @@
+"""How the parts of a Kubernetes node work together: from one state of a node to another, and back when that fails."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from stratum.node import kubelet, kubeletconfig
+from stratum.node.settings import SETTINGS_PATH
+from stratum.node.units import (
+    UNIT_CONTAINERD,
+    UNIT_KUBELET,
+    UNIT_KUBELET_LAUNCH_CHECK,
+    UNIT_LOCALDNS,
+    UNIT_LOCALDNS_NETWORK,
+)
+from tests.fakes import Killed
+from tests.kubernodes import (
+    OTHER_SETTINGS,
+    STANDALONE_WITH_DNS,
+    TOKEN,
+    NodeMachine,
+    bring,
+    check_node,
+    different,
+    files_of,
+    kubernetes_lab,
+    node,
+    worker,
+)
+from tests.nodes import Answer, Lab, boot, tree_of
+
+DNS = STANDALONE_WITH_DNS
+
+
+@pytest.fixture(scope="module")
+def lab() -> Iterator[Lab]:
+    with kubernetes_lab() as lab:
+        bring(lab, "host", "bare", None, "up", "--bundle", "host.tar")
+        bring(lab, "plain", "bare", None, "up", "--bundle", "old.tar")
+        bring(lab, "old", "bare", DNS, "up", "--bundle", "old.tar")
+        bring(lab, "worker", "bare", worker(more=DNS), "up", "--bundle", "old.tar")
+        bring(lab, "changed", "old", OTHER_SETTINGS, "up")
+        yield lab
+
+
+STATES = {"host": "0.9", "plain": "1.0", "old": "1.0", "worker": "1.0", "changed": "1.0"}
+
+
+def leave(lab: Lab, machine: NodeMachine) -> None:
+    """Uninstall, and find the machine as it was before the first ``up``."""
+    answer = lab.ask(machine, "uninstall")
+    assert answer.status == 0, answer
+    left = tree_of(Path(machine.root))
+    changed = {name for name in {*left, *lab.original} if left.get(name) != lab.original.get(name)}
+    assert changed <= {"/etc/stratum", "/etc/stratum/stratum.yaml"}
+    assert machine.links == {} and machine.tables == {} and machine.on == {"/swap.img": -2}
+
+
+@pytest.mark.parametrize("state", STATES)
+def test_each_kind_of_node_is_whole_stays_so_and_leaves_no_trace(lab: Lab, state: str) -> None:
+    with node(lab, state) as machine:
+        assert check_node(machine, STATES[state]) == STATES[state]
+        before = files_of(machine)
+        again = lab.ask(machine, "up")
+        assert again.text.startswith("nothing to do\n"), again
+        assert different(machine, before) == set()
+        leave(lab, machine)
+
+
+# -- back -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("state", "body"),
+    [
+        ("host", DNS),
+        ("host", worker(more=DNS)),
+        ("plain", OTHER_SETTINGS),
+        ("old", OTHER_SETTINGS),
+        ("old", ""),
+        ("worker", worker("", more=OTHER_SETTINGS)),
+        ("worker", worker("", more="  localDNS: {enabled: false}\n")),
+        ("changed", DNS),
+    ],
+)
+def test_an_upgrade_whose_kubelet_never_answers_leaves_every_file_as_it_was(lab: Lab, state: str, body: str) -> None:
+    with node(lab, state) as machine:
+        before, links, tables = files_of(machine), dict(machine.links), dict(machine.tables)
+        machine.configure(body or "  role: standalone\n")
+        answer = lab.ask(machine, "upgrade", "--bundle", "bad.tar")
+        assert answer.status == 20, answer
+        assert answer.error is not None and UNIT_KUBELET in answer.error.message
+        assert UNIT_CONTAINERD not in answer.error.message
+        assert check_node(machine, STATES[state])
+        found = {path for path in different(machine, before) if not path.startswith(PREPARED)}
+        # An empty directory of ours does no harm, nor does the CA of a node that may yet be.
+        kept = {str(kubeletconfig.CA_FILE)} if state == "host" else set()
+        assert {path for path in found if not machine.is_dir(path)} <= kept
+        assert (machine.links, machine.tables) == (links, tables)
+        assert not machine.lexists(kubeletconfig.BOOTSTRAP)
+        assert boot(lab, machine)
+        assert check_node(machine, STATES[state])
+        leave(lab, machine)
+
+
+# What the host is prepared with stays: it is what a second try needs.
+PREPARED = (
+    "/etc/modules-load.d/", "/etc/sysctl.d/", "/etc/fstab", "/etc/NetworkManager", "/etc/systemd/network",
+    "/var/lib/kubelet", "/var/lib/stratum/",
+)  # fmt: skip
+
+
+# -- from one kind to another ---------------------------------------------------------------------------------
+
+
+def test_a_container_host_becomes_a_node_and_a_container_host_again(lab: Lab) -> None:
+    with node(lab, "host") as machine:
+        machine.configure(DNS)
+        assert lab.ask(machine, "upgrade", "--bundle", "old.tar").status == 0
+        assert check_node(machine, "1.0")
+        machine.configure(OTHER_SETTINGS)
+        assert lab.ask(machine, "upgrade", "--bundle", "new.tar").status == 0
+        assert check_node(machine, "2.0")
+        assert lab.ask(machine, "upgrade", "--bundle", "later-host.tar").status == 0
+        assert check_node(machine, "3.0")
+        assert not machine.active(UNIT_KUBELET) and not machine.active(UNIT_LOCALDNS)
+        assert lab.ask(machine, "rollback", "1.0").status == 0
+        assert check_node(machine, "1.0")
+        leave(lab, machine)
+
+
+def test_the_role_follows_the_configuration_both_ways(lab: Lab) -> None:
+    with node(lab, "old") as machine:
+        machine.configure(worker(more=DNS))
+        answer = lab.ask(machine, "up")
+        assert answer.status == 0, answer
+        assert check_node(machine, "1.0")
+        assert machine.exists(kubelet.CLIENT_CERTIFICATE) and not machine.exists(kubeletconfig.BOOTSTRAP)
+        machine.configure(DNS)
+        answer = lab.ask(machine, "up")
+        assert answer.status == 0, answer
+        assert check_node(machine, "1.0")
+        assert not machine.exists(kubelet.CLIENT_CERTIFICATE), "a node that left a cluster keeps no credential of it"
+        leave(lab, machine)
+
+
+def restarted(machine: NodeMachine) -> set[str]:
+    """The units that systemd was told to start, stop or restart."""
+    found = [line.split() for line in machine.commands if line.startswith("systemctl ")]
+    return {words[-1] for words in found if words[1] in ("start", "stop", "restart")} - {"stratum.service"}
+
+
+ONLY_KUBELET, BOTH = {UNIT_KUBELET}, {UNIT_KUBELET, UNIT_CONTAINERD}
+MIRROR = "  containerd: {registries: [{name: docker.io, mirrors: [{url: 'https://m.example.test'}]}]}\n"
+
+
+@pytest.mark.parametrize(
+    ("state", "body", "touched"),
+    [
+        ("worker", "  kubelet: {labels: {example.test/rack: r2}}\n", ONLY_KUBELET),
+        ("worker", "  kubelet: {taints: [{key: example.test/only}]}\n", ONLY_KUBELET),
+        ("plain", "  kubelet: {config: {maxPods: 20}}\n", ONLY_KUBELET),
+        ("plain", "  kubelet: {launchCheck: [/bin/true]}\n", ONLY_KUBELET),
+        ("plain", "  proxy: {https: 'http://192.0.2.80:3128'}\n", BOTH),
+        ("plain", MIRROR, set()),
+    ],
+)
+def test_only_the_units_that_read_what_changed_are_restarted(
+    lab: Lab, state: str, body: str, touched: set[str]
+) -> None:
+    with node(lab, state) as machine:
+        base = worker("", more=DNS) if state == "worker" else "  role: standalone\n"
+        for text in (base + body, base):
+            machine.configure(text)
+            machine.commands.clear()
+            answer = lab.ask(machine, "up")
+            assert answer.status == 0, answer
+            assert restarted(machine) - {UNIT_KUBELET_LAUNCH_CHECK} == touched
+            assert check_node(machine, "1.0")
+            assert lab.ask(machine, "up").text.startswith("nothing to do\n")
+
+
+def test_localdns_comes_and_goes_with_the_configuration(lab: Lab) -> None:
+    with node(lab, "plain") as machine:
+        before = files_of(machine)
+        machine.configure(DNS)
+        assert lab.ask(machine, "up").status == 0
+        assert check_node(machine, "1.0")
+        assert machine.active(UNIT_LOCALDNS) and machine.active(UNIT_LOCALDNS_NETWORK)
+        machine.configure("  role: standalone\n")
+        assert lab.ask(machine, "up").status == 0
+        assert check_node(machine, "1.0")
+        assert not machine.active(UNIT_LOCALDNS) and not machine.active(UNIT_LOCALDNS_NETWORK)
+        assert "NeedDaemonReload=yes" not in machine._show(UNIT_LOCALDNS_NETWORK)
+        assert different(machine, before) <= {"/etc/stratum", "/etc/stratum/localdns", str(SETTINGS_PATH)}
+        assert lab.ask(machine, "up").text.startswith("nothing to do\n")
+
+
+# -- dry runs -------------------------------------------------------------------------------------------------
+
+CHANGES = {
+    "first": ("bare", DNS, ("up", "--bundle", "old.tar")),
+    "join": ("bare", worker(more=DNS), ("up", "--bundle", "old.tar")),
+    "localdns on": ("plain", DNS, ("up",)),
+    "localdns off": ("old", "  role: standalone\n", ("up",)),
+    "everything": ("plain", OTHER_SETTINGS, ("up",)),
+    "nothing any more": ("changed", "  role: standalone\n", ("up",)),
+    "leave": ("worker", DNS, ("up",)),
+    "become a worker": ("old", worker(more=DNS), ("up",)),
+    "upgrade": ("old", OTHER_SETTINGS, ("upgrade", "--bundle", "new.tar")),
+    "upgrade without": ("changed", "  role: standalone\n", ("upgrade", "--bundle", "new.tar")),
+    "upgrade from a container host": ("host", DNS, ("upgrade", "--bundle", "old.tar")),
+    "upgrade to a container host": ("changed", DNS, ("upgrade", "--bundle", "later-host.tar")),
+}
+
+
+def plan_of(answer: Answer) -> list[tuple[str, str]]:
+    assert answer.status == 0, answer
+    document = json.loads(answer.text)
+    return [
+        (step["step"], f"{action['verb']} {action['subject']}")
+        for step in document["steps"]
+        for action in step["actions"]
+        # On a node with a kubelet the images are imported behind containerd's gate, before the kubelet starts.
+        if step["step"] != "images"
+    ]
+
+
+@pytest.mark.parametrize("name", CHANGES)
+def test_a_dry_run_lists_what_the_real_run_does_and_writes_nothing(lab: Lab, name: str) -> None:
+    state, body, command = CHANGES[name]
+    with node(lab, state) as machine:
+        machine.configure(body)
+        if state != "bare":
+            lab.ask(machine, "up", "--dry-run")
+        before = tree_of(Path(machine.root))
+        planned = plan_of(lab.ask(machine, *command, "--dry-run", "--output", "json"))
+        assert tree_of(Path(machine.root)) == before
+        done = plan_of(lab.ask(machine, *command, "--output", "json"))
+        assert planned == done
+
+
+# -- joining --------------------------------------------------------------------------------------------------
+
+
+def test_a_first_join_that_is_refused_is_taken_back_whole_and_names_the_cause(lab: Lab) -> None:
+    with node(lab, "bare") as machine:
+        theirs = Path(machine.root, "var/lib/kubelet/theirs")
+        theirs.parent.mkdir(parents=True)
+        theirs.write_text("theirs\n")
+        machine.configure(worker(more=DNS))
+        before = tree_of(Path(machine.root))
+        machine.refused = True
+        answer = lab.ask(machine, "up", "--bundle", "old.tar")
+        assert answer.error is not None and "the token is expired or wrong" in answer.error.message
+        assert answer.error.state == "everything that was done is taken back"
+        now = tree_of(Path(machine.root))
+        assert {name for name in {*now, *before} if now.get(name) != before.get(name)} == set()
+        assert machine.links == {} and machine.tables == {} and machine.on == {"/swap.img": -2}
+
+
+def test_a_join_that_was_cut_off_before_the_token_was_written_asks_for_it_again(lab: Lab) -> None:
+    with node(lab, "bare") as machine:
+        machine.configure(worker(more=DNS))
+        machine.arm(None)
+        with node(lab, "bare") as other:
+            other.configure(worker(more=DNS))
+            other.arm(None)
+            assert lab.run(other, "up", "--bundle", "old.tar") == 0
+            moment = next(n for n, text in enumerate(other.mutations) if "bootstrap-kubeconfig" in text)
+        machine.arm(moment)
+        with pytest.raises(Killed):
+            lab.run(machine, "up", "--bundle", "old.tar")
+        assert machine.dead and machine.exists(SETTINGS_PATH)
+        machine.revive()
+        machine.configure(worker("", more=DNS))
+        machine.commands.clear()
+        answer = lab.ask(machine, "up", "--bundle", "old.tar")
+        assert answer.error is not None and answer.error.reference == "join-missing"
+        assert "has not joined" in answer.error.message and "--token-file" in (answer.error.hint or "")
+        assert not any(line.startswith("systemctl start") for line in machine.commands)
+        machine.configure(worker(more=DNS))
+        assert lab.run(machine, "up", "--bundle", "old.tar") == 0
+        assert check_node(machine, "1.0")
+
+
+def test_the_token_is_nowhere_but_in_the_configuration(lab: Lab) -> None:
+    with node(lab, "bare") as machine:
+        machine.configure(worker(more=DNS))
+        answers = [
+            lab.ask(machine, "up", "--bundle", "old.tar", *more) for more in (("--dry-run",), ("--output", "json"))
+        ]
+        answers += [lab.ask(machine, name, "--output", "json") for name in ("status",)]
+        said = "".join(answer.text + answer.said + repr(answer.error) for answer in answers)
+        found = [
+            path
+            for path in Path(machine.root).rglob("*")
+            if path.is_file() and not path.is_symlink() and TOKEN.split(".")[1].encode() in path.read_bytes()
+        ]
+        assert [path.name for path in found] == ["stratum.yaml"]
+        assert TOKEN.split(".")[1] not in said + "\n".join(machine.commands)
