@@ -107,7 +107,11 @@ def run_check(context: Context, arguments: argparse.Namespace) -> int:
             raise
         return _report(context, name, [(error.message, Problem("", error.message, error.hint or ""), 0)])
     if config is None:
-        raise UsageError("config-missing", f"{CONFIG_PATH}: no such file: every field has its default", hint="name one")
+        raise UsageError(
+            "config-missing",
+            f"{CONFIG_PATH}: no such file: every field has its default",
+            hint="run: stratum config check FILE",
+        )
     problems = find_problems(config, _known(context))
     return _report(context, name, [_line(config, problem) for problem in problems])
 

@@ -219,4 +219,4 @@ def _near(key: str, fields: Mapping[str, Any]) -> str:
 
 
 def _invalid(path: str, why: str) -> UsageError:
-    return UsageError("kubelet-config", f"spec.kubelet.config.{path}: {why}", hint="correct /etc/stratum/stratum.yaml")
+    return UsageError("kubelet-config", f"spec.kubelet.config.{path}: {why}", hint="correct the configuration file")
