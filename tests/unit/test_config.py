@@ -31,7 +31,7 @@ from stratum.config import (
 )
 from stratum.configchecks import OWNED, check_join
 from stratum.configcodec import field_paths, get_field, set_field, spec_from_json, spec_to_json
-from stratum.configfile import ConfigFile, parse_config, read_config
+from stratum.configfile import ConfigFile, parse_config, read_config, read_given_file
 from stratum.configvalues import parse_address, parse_network, why_no_network, why_no_url
 from stratum.errors import ExitCode, UsageError
 from stratum.host.profiles import PROFILES
@@ -466,6 +466,21 @@ def test_a_worker_needs_server_ca_and_credential_until_it_has_them() -> None:
 def test_what_is_legal_but_odd_is_only_said(body: str, why: str) -> None:
     (found,) = problems(body)
     assert found.startswith("odd: n.yaml:") and why in found
+
+
+def test_a_file_that_this_user_may_not_read_is_roots_to_read(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    def refuse(path: str) -> os.stat_result:
+        raise PermissionError(13, "Permission denied", path)
+
+    name = str(tmp_path / "token")
+    with pytest.raises(UsageError) as caught:
+        read_given_file(name, "config-invalid")
+    assert caught.value.hint == f"put {name} there, or name another file"
+    monkeypatch.setattr("stratum.configfile.os.stat", refuse)
+    with pytest.raises(UsageError) as caught:
+        read_given_file(name, "config-invalid")
+    assert caught.value.message == f"{name}: cannot be read: Permission denied"
+    assert caught.value.hint == f"run as root, or as who may read {name}"
 
 
 def test_a_url_with_a_password_is_not_repeated_in_an_error() -> None:
