@@ -51,7 +51,11 @@ def add_settings_arguments(parser: argparse.ArgumentParser) -> None:
     """The options that are recorded and hold for each later start, and those that join a cluster once."""
     group = parser.add_argument_group("settings of the node (recorded; one that is not given stays as it is)")
     group.add_argument("--config", metavar="FILE", help="the configuration (default: /etc/stratum/stratum.yaml)")
-    group.add_argument("--role", choices=(STANDALONE, WORKER), help="of a version with a kubelet (default: standalone)")
+    group.add_argument(
+        "--role",
+        choices=(STANDALONE, WORKER),
+        help="with a kubelet in the bundle: a node on its own, or a worker of a cluster (default: standalone)",
+    )
     group.add_argument("--node-name", metavar="NAME", help="the node's name (default: the host's, in lower case)")
     group.add_argument("--profile", choices=sorted(PROFILES), help="kernel settings of a profile (default: default)")
     group.add_argument("--node-ip", metavar="ADDRESS[,ADDRESS]", help="the node's address (default: detected)")
