@@ -298,6 +298,7 @@ CHECKS: Mapping[str, str] = {
     "node-ip": "a Kubernetes node's address is given, recorded or found without doubt",
     "kubelet-state": "no identity of another kubelet is in the kubelet's directory",
     "kubelet-config": "the kubelet knows the fields that the configuration gives it",
+    "kubelet-program": "the programs that the configuration names for the kubelet are there",
     "localdns": "the bundle has CoreDNS where LocalDNS is asked for",
     "localdns-upstream": "the host, or the configuration, names a DNS server for LocalDNS to ask",
     "localdns-port": "nobody has port 53 of every address, LocalDNS's among them",
