@@ -20,6 +20,15 @@ from stratum.configfile import ConfigFile, parse_config
 from stratum.configschema import read_schema
 from stratum.errors import ExitCode
 from stratum.host.profiles import PROFILES
+from stratum.node.containerd import CONFIG_PATH as CONTAINERD_CONFIG
+from stratum.node.containerd import FRAGMENT_DIR, REGISTRY_DIR
+from stratum.node.kubelet import ADMIN_CERTIFICATE, ADMIN_KEY
+from stratum.node.kubeletconfig import BOOTSTRAP, CA_FILE, MANIFESTS
+from stratum.node.kubeletroot import KUBELET_TREES
+from stratum.node.localdns import COREFILE
+from stratum.node.proxy import PROXY_FILE
+from stratum.node.settings import SETTINGS_PATH
+from stratum.node.units import KUBELET_CONFIG
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGE = (ROOT / "man/stratum.1").read_text()
@@ -110,3 +119,20 @@ def test_the_pages_are_without_warnings(page: str) -> None:
     argv = ["groff", "-man", "-t", "-ww", "-z", str(ROOT / "man" / page)]
     done = subprocess.run(argv, capture_output=True, text=True, timeout=60)
     assert (done.returncode, done.stderr) == (0, "")
+
+
+def spelled_out(text: str) -> set[str]:
+    """What stands between backticks, each alternative in braces for itself: ``a/{b,c}`` is ``a/b`` and ``a/c``."""
+    found = set(re.findall(r"`([^`\n]+)`", text))
+    while braced := [word for word in found if re.search(r"\{[^{}]*\}", word)]:
+        for word in braced:
+            found.remove(word)
+            before, inner, after = re.split(r"\{([^{}]*)\}", word, maxsplit=1)
+            found.update(f"{before}{one}{after}" for one in inner.split(","))
+    return found
+
+
+def test_the_readme_says_where_the_files_of_a_node_are() -> None:
+    own = (CONTAINERD_CONFIG, FRAGMENT_DIR, REGISTRY_DIR, KUBELET_CONFIG, CA_FILE, MANIFESTS, BOOTSTRAP, COREFILE)
+    secret = (PROXY_FILE, ADMIN_CERTIFICATE, ADMIN_KEY, SETTINGS_PATH)
+    assert {str(path) for path in (*own, *secret, *KUBELET_TREES)} <= spelled_out(README)
