@@ -122,8 +122,11 @@ def read_units(host: Host, units: Sequence[str]) -> dict[str, UnitState]:
 def read_restarts(host: Host, unit: str) -> int:
     """How often systemd has restarted a unit by itself since somebody started it (NRestarts=); 0 when it cannot say."""
     argv = ["systemctl", "show", "--property=NRestarts", unit]
-    done = host.run(argv, timeout=_CALL_TIMEOUT, check=False)
-    found = dict(line.partition("=")[::2] for line in done.text.splitlines()).get("NRestarts", "")
+    try:
+        text = host.run(argv, timeout=_CALL_TIMEOUT).text
+    except CommandError:
+        return 0
+    found = dict(line.partition("=")[::2] for line in text.splitlines()).get("NRestarts", "")
     return int(found) if found.isdigit() else 0
 
 
