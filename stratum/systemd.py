@@ -16,6 +16,7 @@ __all__ = [
     "journal_tail",
     "quote_argument",
     "quote_setting",
+    "read_restarts",
     "read_units",
     "render_command",
     "restart_unit",
@@ -116,6 +117,17 @@ def read_units(host: Host, units: Sequence[str]) -> dict[str, UnitState]:
             tuple(values.get("DropInPaths", "").split()),
         )
     return states
+
+
+def read_restarts(host: Host, unit: str) -> int:
+    """How often systemd has restarted a unit by itself since somebody started it (NRestarts=); 0 when it cannot say."""
+    argv = ["systemctl", "show", "--property=NRestarts", unit]
+    try:
+        text = host.run(argv, timeout=_CALL_TIMEOUT).text
+    except CommandError:
+        return 0
+    found = dict(line.partition("=")[::2] for line in text.splitlines()).get("NRestarts", "")
+    return int(found) if found.isdigit() else 0
 
 
 def is_enabled(host: Host, unit: str) -> bool:

@@ -44,14 +44,16 @@ from tests.fakes import Desk, Unit, node_publisher
 from tests.faults import FaultyMachine
 from tests.nodes import REMEMBERED, Lab, State, directory_in_memory, find_strays, tree_of
 from tests.standins import coredns
-from tests.unit.test_prerequisites import KubernetesHost, make_kubernetes_tree
+from tests.unit.test_prerequisites import CONTROLS, FSTAB, KubernetesHost, make_kubernetes_tree
 
 CONFIG = "/etc/stratum/stratum.yaml"
 HEAD = "apiVersion: stratum.dev/v1\nkind: Node\nspec:\n"
 TOKEN = "abcdef.0123456789abcdef"
 LINK = "stratum-dns0"
 SERVER = "https://192.0.2.1:6443"
-FIRST_PORT = 10248
+RESOLV_CONF = "nameserver 192.0.2.53\n"
+HEALTHZ_PORT = 10248
+READS = re.compile(r"run \S*(systemctl (show|is-)|journalctl|ip -o|nft list|ctr .* list|\S+ --?v(ersion)?$)")
 
 
 @functools.cache
@@ -76,6 +78,12 @@ class NodeMachine(FaultyMachine, KubernetesHost):
     refused: bool = False
     verdict: int = 0  # of the launch check
     restarts: dict[str, int] = field(default_factory=dict)
+    boots: int = 0
+
+    def mutation(self, what: str) -> None:
+        """Only what changes something is a moment to die in: the gates ask the same again and again."""
+        if not (READS.match(what) and not self.dead):
+            super().mutation(what)
 
     # -- systemd ------------------------------------------------------------------------------------
 
@@ -141,6 +149,16 @@ class NodeMachine(FaultyMachine, KubernetesHost):
             shutil.rmtree(Path(self.root, "sys/class/net", name))
         self.links.clear()
         self.restarts.clear()
+        Path(self.root, "run/resolv.conf").write_text(RESOLV_CONF)
+        # The kernel's own values; a swap that is in fstab.
+        for key, value in CONTROLS.items():
+            Path(self.root, "proc/sys", key).write_text(f"{value}\n")
+        self.boots += 1
+        Path(self.root, "proc/sys/kernel/random/boot_id").write_text(f"{self.boots:08}-2222-3333-4444-555555555555\n")
+        self.on.clear()
+        self.show_swap()
+        if FSTAB in self.read_bytes("/etc/fstab"):
+            self.switch_on("/swap.img")
 
     # -- the network --------------------------------------------------------------------------------
 
@@ -210,7 +228,7 @@ class NodeMachine(FaultyMachine, KubernetesHost):
         self._unit(UNIT_KUBELET).active = "failed"
 
     def get_local(self, port: int, path: str, timeout: float) -> tuple[int, bytes]:
-        assert (port, path) == (FIRST_PORT, "/healthz")
+        assert (port, path) == (HEALTHZ_PORT, "/healthz")
         program = self.running.get(UNIT_KUBELET, (b"silent", b"", b""))[0]
         if b"loops" in program:
             self.restarts[UNIT_KUBELET] = self.restarts.get(UNIT_KUBELET, 0) + 1
@@ -237,7 +255,7 @@ class NodeMachine(FaultyMachine, KubernetesHost):
         path.chmod(0o600)
 
 
-KUBERNETES_REMEMBERED = (*REMEMBERED, "on", "links", "restarts")
+KUBERNETES_REMEMBERED = (*REMEMBERED, "on", "links", "restarts", "boots")
 
 
 def bundle_of(version: str, serial: int, *, kubelet: str = "", dns: bool = False, program: str = "") -> Bundle:
@@ -330,7 +348,7 @@ def make_lab(top: Path) -> Lab:
     for name, bundle in BUNDLES.items():
         lab.desk.bundle(bundle, name)
     tree = make_kubernetes_tree(top / "bare")
-    (tree / "run/resolv.conf").write_text("nameserver 192.0.2.53\n")
+    (tree / "run/resolv.conf").write_text(RESOLV_CONF)
     KubernetesHost(str(tree), {}).switch_on("/swap.img")
     (tree / "usr/bin/nft").write_text("#!/bin/sh\n")
     (tree / "usr/bin/nft").chmod(0o755)

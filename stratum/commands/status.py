@@ -18,6 +18,7 @@ from stratum.node.stack import Stack
 from stratum.node.versions import VersionRecord, read_record
 from stratum.receipt import Condition, Entry
 from stratum.scripts.context import Context, add_output
+from stratum.scripts.nodestatus import NodeStatus, read_node
 from stratum.scripts.prerequisites import find_drift as find_prerequisites
 from stratum.scripts.recover import BESIDE
 from stratum.scripts.run import load_work
@@ -49,13 +50,24 @@ class Status:
     config: str  # how the configuration file differs from what is in force; empty when it does not
     prerequisites: list[Finding]  # swap that is on, kernel settings that are not those of the node
     drop_ins: dict[str, list[str]]  # by unit, those that Stratum did not write
+    node: Optional[NodeStatus]  # of a version with a kubelet
 
     @property
     def ready(self) -> bool:
         """Whether the node does its work: the stack is active and answers, and no change of it is unfinished."""
-        active = all(state.active == "active" for unit, state in self.units.items() if unit != persistence.UNIT)
-        settled = self.unfinished is None or self.unfinished.name in BESIDE
-        return self.version is not None and active and self.answers and settled
+        return not self.troubles
+
+    @property
+    def troubles(self) -> list[str]:
+        """Why the node is not ready, in words."""
+        found = [] if self.version is not None else ["no version is active"]
+        states = [state for unit, state in self.units.items() if unit != persistence.UNIT]
+        found += [f"{state.unit} is {state.active}" for state in states if state.active != "active"]
+        found += [] if self.answers else ["containerd does not answer"]
+        found += self.node.troubles if self.node else []
+        if self.unfinished is not None and self.unfinished.name not in BESIDE:
+            found.append(f"{self.unfinished.name} is {'in progress' if self.at_work else 'unfinished'}")
+        return found
 
 
 def find_drift(work: Work) -> list[str]:
@@ -94,6 +106,7 @@ def read_status(context: Context, *, drift: bool = True) -> Status:
         differs_from_file(context, settings) if drift else "",
         find_prerequisites(context, settings, record) if record and drift else [],
         {unit: [path for path in state.drop_ins if not work.receipt.get(path)] for unit, state in units.items()},
+        read_node(context.host, record, settings),
     )
 
 
@@ -133,6 +146,8 @@ def print_text(context: Context, status: Status) -> None:
         for path in status.drop_ins[unit]:
             out.result(f"           drop-in of yours: {path}")
     out.result(f"containerd {'answers' if status.answers else 'does not answer'}")
+    for line in status.node.lines() if status.node else ():
+        out.result(line)
     if status.unfinished:
         target = f" to {status.unfinished.target}" if status.unfinished.target else ""
         step = f" at step {status.unfinished.step}" if status.unfinished.step else ""
@@ -153,7 +168,7 @@ def print_text(context: Context, status: Status) -> None:
         out.result(f"drift      {line}")
     if len(status.drift) > 8:
         out.result(f"drift      and {len(status.drift) - 8} more paths")
-    out.result(f"ready      {'yes' if status.ready else 'no'}")
+    out.result(f"ready      {'yes' if status.ready else 'no: ' + '; '.join(status.troubles)}")
 
 
 def run(context: Context, arguments: argparse.Namespace) -> int:
@@ -177,6 +192,8 @@ def run(context: Context, arguments: argparse.Namespace) -> int:
                 for unit, state in status.units.items()
             },
             "containerdAnswers": status.answers,
+            **(status.node.to_json() if status.node else {}),
+            "notReady": status.troubles,
             "enabled": status.enabled,
             "nodeIP": status.settings.node_ip or None,
             "nodeName": status.settings.node_name or None,

@@ -153,8 +153,10 @@ class Backend:
         stale = self._stale({file.path for file in files})
         if stop_removed and self.host.live:
             # Removed while it runs, a unit would go on without a unit file.
-            gone = [unit for unit in reversed(EVERY_UNIT) if self.unit_dir / unit in stale]
-            stops = [Call("stop", unit, functools.partial(systemd.stop_unit, self.host, unit)) for unit in gone]
+            gone = [unit for unit in EVERY_UNIT if self.unit_dir / unit in stale]
+            # A run that was cut off may have taken the file already.
+            known = self._installed(gone) if gone else []
+            stops = [Call("stop", unit, functools.partial(systemd.stop_unit, self.host, unit)) for unit in known]
             actions = [*stops, *actions]
         actions += [_Withdraw(path) for path in stale]
         if actions and self.host.live and reload:

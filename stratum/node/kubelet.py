@@ -19,6 +19,7 @@ from stratum.node.kubeconfig import Join, exec_user, kubeconfig, make_join
 from stratum.node.kubeletconfig import (
     BOOTSTRAP,
     CA_FILE,
+    CLIENT_CERTIFICATE,
     DIRECTORY,
     GIVEN_KUBECONFIG,
     JOINED_KUBECONFIG,
@@ -42,6 +43,7 @@ from stratum.trust import certificates
 __all__ = [
     "ADMIN_CERTIFICATE",
     "ADMIN_KEY",
+    "CLIENT_CERTIFICATE",
     "Join",
     "KubeletFacts",
     "client_name",
@@ -56,7 +58,6 @@ __all__ = [
     "why_not_joined",
 ]
 
-CLIENT_CERTIFICATE = PKI / "kubelet-client-current.pem"
 SERVING_CERTIFICATE, SERVING_KEY = PKI / "kubelet.crt", PKI / "kubelet.key"
 GIVEN_CERTIFICATE, GIVEN_KEY = DIRECTORY / "client.crt", DIRECTORY / "client.key"
 ADMIN_CERTIFICATE, ADMIN_KEY = STATE_DIRECTORY / "pki/admin.crt", STATE_DIRECTORY / "pki/admin.key"

@@ -38,6 +38,7 @@ MANIFESTS = DIRECTORY / "manifests"
 VOLUME_PLUGINS = STATE_DIRECTORY / "kubelet-plugins"
 ROOT = HostPath("/var/lib/kubelet")  # the kubelet's own default; CSI drivers have it in their manifests
 PKI = ROOT / "pki"  # its default --cert-dir
+CLIENT_CERTIFICATE = PKI / "kubelet-client-current.pem"
 JOINED_KUBECONFIG = ROOT / "kubeconfig"  # written by the kubelet when it asks for its certificate
 HEALTHZ_PORT = 10248
 

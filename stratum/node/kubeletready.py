@@ -6,6 +6,7 @@ Only what can be seen on the node without rights in the cluster. Nothing here go
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from typing import Optional
 
 from stratum import systemd
@@ -24,11 +25,19 @@ KUBELET_TIMEOUT = 180.0  # seconds for the first answer, and a worker's certific
 _POLL = 0.5
 _ASK_TIMEOUT = 5.0
 _LINES = 40
+_ENDS = 4  # restarts in one gate, five seconds apart: what stays so after them is not a matter of time
+_ENDS_EVERY = 2.0
 
 _NEW_TOKEN = "make a new token (kubeadm token create) and run: stratum up --token-file FILE"  # noqa: S105
 _UNREACHABLE = (
     r"connection refused|no route to host|i/o timeout|no such host|network is unreachable|Client\.Timeout"
     r"|context deadline exceeded|TLS handshake timeout"
+)
+# How a kubelet says why it ends (cmd/kubelet/app, run.go), and what may be over by its next start.
+_LAST_WORDS = r"command failed|failed to run Kubelet"
+_PASSING = (
+    rf"{_UNREACHABLE}|timed out waiting for the condition|unable to handle the request|ServiceUnavailable"
+    r"|connection reset|\bEOF\b"
 )
 # What kubelets write when a join fails (client-go, crypto/x509, net): what it means, and what to do.
 _CAUSES = (
@@ -85,20 +94,57 @@ def kubelet_answers(host: Host, port: int = HEALTHZ_PORT) -> Optional[str]:
 def wait_kubelet(host: Host, settings: Settings, timeout: float = KUBELET_TIMEOUT, *, port: int = HEALTHZ_PORT) -> None:
     """Wait up to ``timeout`` seconds until the kubelet is ready; raises :class:`StratumError` that says why it is not.
 
+    A kubelet that ends again and again is not waited for, unless what it blames may pass.
     Ready is: healthz answers ``ok``, and a worker that joined by a token has its own certificate, valid now.
     """
-    deadline = host.monotonic() + timeout
+    begun = host.monotonic()
+    ends = _Ends(host)
     while True:
         why = kubelet_answers(host, port)
+        answers = why is None
         if why is None and settings.spec.role == WORKER and uses_token(settings.spec):
             why = why_not_joined(host, settings)
         if why is None:
             return
         if settings.spec.kubelet.launch_check and read_launch_check(host).refused:
             raise refusal(host)
-        if host.monotonic() >= deadline:
+        passed = host.monotonic() - begun
+        if passed >= timeout:
             raise explain(host, why, timeout)
+        if not answers and ends.in_vain():
+            raise explain(host, f"it ended {_ENDS} times since its start", passed)
         host.sleep(_POLL)
+
+
+class _Ends:
+    """Whether a kubelet ends again and again for a reason that no waiting takes away."""
+
+    def __init__(self, host: Host) -> None:
+        self._host = host
+        self._before: Optional[int] = None
+        self._asked = host.monotonic()
+
+    def in_vain(self) -> bool:
+        """Asks systemd every few seconds."""
+        if self._before is not None and self._host.monotonic() - self._asked < _ENDS_EVERY:
+            return False
+        self._asked = self._host.monotonic()
+        restarts = systemd.read_restarts(self._host, UNIT_KUBELET)
+        if self._before is None or restarts < self._before:
+            self._before = restarts
+        return restarts - self._before >= _ENDS and not _is_passing(self._host)
+
+
+def _is_passing(host: Host) -> bool:
+    """Whether the kubelet's journal blames what may pass: the network, an API server that starts, a certificate that
+    it waits for. The words with which it ended count, else all of them."""
+    tail = systemd.journal_tail(host, UNIT_KUBELET, _LINES)
+    return any(re.search(_PASSING, line) for line in _last_words(tail) or tail)
+
+
+def _last_words(tail: Sequence[str]) -> list[str]:
+    """The line with which the kubelet ended last, if there is one."""
+    return [line for line in tail if re.search(_LAST_WORDS, line)][-1:]
 
 
 def explain(host: Host, why: str, timeout: float) -> StratumError:
@@ -110,12 +156,13 @@ def explain(host: Host, why: str, timeout: float) -> StratumError:
             hint="settle what it says; the kubelet then starts by itself",
         )
     tail = [_plain(line) for line in systemd.journal_tail(host, UNIT_KUBELET, _LINES)]
+    last = _last_words(tail)
+    # With which it ended, or else any; the last of them: earlier lines are of earlier tries.
     for pattern, cause, hint in _CAUSES:
-        # The last of them: earlier lines are of earlier tries.
-        line = next((line for line in reversed(tail) if re.search(pattern, line)), None)
+        line = next((line for line in reversed(last or tail) if re.search(pattern, line)), None)
         if line is not None:
             return StratumError("kubelet-not-ready", f"{UNIT_KUBELET}: {cause}: {line}", hint=hint)
-    said = f": {tail[-1]}" if tail else ""
+    said = f": {(last or tail)[-1]}" if tail else ""
     return StratumError(
         "kubelet-not-ready",
         f"{UNIT_KUBELET}: not ready within {timeout:g} s: {why}{said}",

@@ -31,6 +31,7 @@ __all__ = [
     "render_corefile",
     "render_supervisor",
     "wait_localdns",
+    "why_silent",
 ]
 
 COMPONENT = "coredns"  # of a bundle; it places bin/coredns
@@ -279,6 +280,15 @@ def _ask(host: Host, address: str, port: int, *, tcp: bool, timeout: float) -> s
     return ""
 
 
+def why_silent(host: Host, address: str, *, port: int = 53) -> str:
+    """Why LocalDNS does not answer now, over UDP and over TCP; empty when it does."""
+    for tcp in (False, True):
+        wrong = _ask(host, address, port, tcp=tcp, timeout=_ASK_TIMEOUT)
+        if wrong:
+            return f"{_join(address, port)} over {'TCP' if tcp else 'UDP'}: {wrong}"
+    return ""
+
+
 def wait_localdns(host: Host, address: str, timeout: float = READY_TIMEOUT, *, port: int = 53) -> None:
     """The gate behind LocalDNS: it answers its own name at ``address``, over UDP and over TCP.
 
@@ -287,12 +297,7 @@ def wait_localdns(host: Host, address: str, timeout: float = READY_TIMEOUT, *, p
     """
     deadline = host.monotonic() + timeout
     while True:
-        said = ""
-        for tcp in (False, True):
-            wrong = _ask(host, address, port, tcp=tcp, timeout=_ASK_TIMEOUT)
-            if wrong:
-                said = f"{_join(address, port)} over {'TCP' if tcp else 'UDP'}: {wrong}"
-                break
+        said = why_silent(host, address, port=port)
         if not said:
             return
         if host.monotonic() >= deadline:

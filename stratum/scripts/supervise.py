@@ -38,15 +38,22 @@ def _active(stack: Stack) -> VersionRecord:
     return record
 
 
-def _host_steps(context: Context, work: Work, stack: Stack, goal: Goal) -> list[Step]:
-    """What the host must be, in order: the same steps at each start and when something came undone."""
+def _host_steps(context: Context, work: Work, stack: Stack, goal: Goal, *, unfinished: bool = False) -> list[Step]:
+    """What the host must be, in order: the same steps at each start and when something came undone.
+
+    With ``unfinished`` an ``up`` was cut off, maybe between the record of its settings and what follows from them.
+    """
     settings, record = goal.settings, goal.record
     steps = prerequisites.prerequisite_steps(context, work, settings, record, bridged=goal.bridged)
-    if is_kubernetes_node(record) or goal.serves_dns:
+    if is_kubernetes_node(record) or goal.serves_dns or unfinished:
         # It depends on what changes under a node: resolvers, dates of certificates, a join that is complete by now.
         # A file that the configuration names for a registry may be on a stick that is gone by now.
         configure = functools.partial(node_script.plan_configuration, work, goal, context.out.warn)
         steps.append(Step("configure", "write the configuration", configure))
+    if unfinished:
+        network = functools.partial(node_script.plan_network, work, stack.layout, goal)
+        units = functools.partial(node_script.plan_units, work, stack.layout, goal)
+        steps += [Step("network", "write the container network", network), Step("units", "write the units", units)]
     return [
         *steps,
         *prerequisites.label_steps(context, work, settings),
@@ -63,9 +70,11 @@ def bring_up(context: Context, stack: Stack) -> None:
     for finding in prerequisites.find_drift(context, settings, record):
         # What was put right once and is not so at this start: somebody or something works against us.
         context.out.warn(f"{finding.message}; {finding.hint}")
+    goal = Goal(record, stack.layout.plugins(record.version), settings)
+    operation = work.journal.unfinished()
     steps: list[Step] = [
         prerequisites.settings_step(work, settings),
-        *_host_steps(context, work, stack, Goal(record, stack.layout.plugins(record.version), settings)),
+        *_host_steps(context, work, stack, goal, unfinished=operation is not None and operation.name == "up"),
         *stack_script.start_steps(context, work, stack),
         *image_script.import_steps(context, stack, record),
     ]

@@ -373,3 +373,67 @@ def test_what_a_running_kubelet_depends_on_is_named() -> None:
     given = dataclasses.replace(worker(client_certificate_file="/x"))
     assert kubelet.GIVEN_KEY in kubelet.kubelet_inputs(given)
     assert kubelet.kubelet_inputs(STANDALONE_SETTINGS) == (kubelet.KUBELET_CONFIG, kubelet.CA_FILE)
+
+
+# -- a kubelet that ends again and again ----------------------------------------------------------------------
+
+
+@dataclasses.dataclass
+class LoopingHost(KubeletHost):
+    """A machine whose kubelet ends every five seconds; time passes at once."""
+
+    since: float = 0.0
+    every: float = 5.0
+
+    def monotonic(self) -> float:
+        return self.since
+
+    def sleep(self, seconds: float) -> None:
+        self.since += seconds
+
+    def run(self, argv: Any, **options: Any) -> Completed:
+        if "--property=NRestarts" in argv:
+            return Completed(tuple(argv), 0, f"NRestarts={7 + int(self.since / self.every)}\n".encode(), b"")
+        return super().run(argv, **options)
+
+    def get_local(self, port: int, path: str, timeout: float) -> tuple[int, bytes]:
+        raise ConnectionRefusedError(111, "Connection refused")
+
+
+@pytest.mark.parametrize(
+    ("line", "patience"),
+    [
+        ('E1130 10:00:00.000000  1 run.go:72] "command failed" err="unknown flag: --nonsense"', 30),
+        ("stratum-kubelet.service: Failed at step EXEC spawning /opt/x/kubelet: Exec format error", 30),
+        ('E1130 10:00:00.000000  1 run.go:72] "command failed" err="failed to run Kubelet: Unauthorized"', 30),
+        ('"command failed" err="failed to run Kubelet: dial tcp 192.0.2.1:6443: connect: connection refused"', 181),
+        ('"command failed" err="failed to run Kubelet: timed out waiting for the condition"', 181),
+    ],
+)
+def test_a_kubelet_that_ends_again_and_again_is_waited_for_only_where_that_may_pass(
+    memory: Path, line: str, patience: float
+) -> None:
+    (memory / "root").mkdir()
+    host = LoopingHost(str(memory / "root"), programs={"systemctl": lambda _: 0}, journal=[line])
+    with pytest.raises(StratumError) as caught:
+        kubeletready.wait_kubelet(host, STANDALONE_SETTINGS)
+    assert caught.value.reference == "kubelet-not-ready"
+    assert patience - 12 <= host.since <= patience
+    assert line.rpartition("] ")[2][-30:] in caught.value.message
+
+
+def test_a_kubelet_whose_last_words_are_not_of_the_network_is_not_waited_for_because_others_were(memory: Path) -> None:
+    (memory / "root").mkdir()
+    noise = "W1130 reflector.go:569] failed to list *v1.Node: dial tcp 192.0.2.1:6443: connect: connection refused"
+    words = 'E1130 10:00:00.000000  1 run.go:72] "command failed" err="unknown flag: --nonsense"'
+    host = LoopingHost(str(memory / "root"), programs={"systemctl": lambda _: 0}, journal=[noise, words, noise])
+    with pytest.raises(StratumError, match="unknown flag: --nonsense"):
+        kubeletready.wait_kubelet(host, STANDALONE_SETTINGS)
+    assert host.since <= 30
+
+
+def test_a_kubelet_that_ends_now_and_then_is_waited_for(memory: Path) -> None:
+    (memory / "root").mkdir()
+    host = LoopingHost(str(memory / "root"), programs={"systemctl": lambda _: 0}, journal=["x"], every=50.0)
+    with pytest.raises(StratumError, match="not ready within 180 s"):
+        kubeletready.wait_kubelet(host, STANDALONE_SETTINGS)

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import base64
+import datetime
 import json
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from stratum.node import kubelet, kubeletconfig
 from stratum.node.settings import SETTINGS_PATH
@@ -17,12 +22,15 @@ from stratum.node.units import (
     UNIT_LOCALDNS,
     UNIT_LOCALDNS_NETWORK,
 )
+from stratum.trust import certificates
+from stratum.trust.validity import valid_until
 from tests.fakes import Killed
 from tests.kubernodes import (
     OTHER_SETTINGS,
     STANDALONE_WITH_DNS,
     TOKEN,
     NodeMachine,
+    authority,
     bring,
     check_node,
     different,
@@ -303,3 +311,60 @@ def test_the_token_is_nowhere_but_in_the_configuration(lab: Lab) -> None:
         ]
         assert [path.name for path in found] == ["stratum.yaml"]
         assert TOKEN.split(".")[1] not in said + "\n".join(machine.commands)
+
+
+# -- status ---------------------------------------------------------------------------------------------------
+
+
+def status(lab: Lab, machine: NodeMachine) -> tuple[int, dict[str, Any], list[str]]:
+    answer = lab.ask(machine, "status", "--output", "json")
+    return answer.status, json.loads(answer.text), lab.ask(machine, "status").text.splitlines()
+
+
+def test_the_status_shows_what_kind_of_node_it_is_and_until_when_a_workers_certificate_holds(lab: Lab) -> None:
+    with node(lab, "worker") as machine:
+        code, document, lines = status(lab, machine)
+        assert (code, document["ready"], document["notReady"]) == (0, True, [])
+        assert (document["role"], document["nodeName"]) == ("worker", "node")
+        assert document["kubeletAnswers"] and document["localDNSAnswers"]
+        until = certificates._load(authority("system:node:node").certificate).not_valid_after_utc
+        assert document["certificateValidUntil"] == until.strftime("%Y-%m-%d %H:%M:%S UTC")
+        assert f"identity   valid until {document['certificateValidUntil']}" in lines
+        assert {"role       worker", "kubelet    answers", "LocalDNS   answers at 169.254.20.10"} <= set(lines)
+        machine.clock += 20 * 365 * 86400
+        code, document, lines = status(lab, machine)
+        assert code == 1 and "expired" in document["notReady"][0]
+        Path(machine.real(kubelet.CLIENT_CERTIFICATE)).unlink()
+        assert "has not joined its cluster yet" in status(lab, machine)[2][-1]
+
+
+def test_the_status_says_why_a_node_is_not_ready(lab: Lab) -> None:
+    with node(lab, "old") as machine:
+        program, *rest = machine.running[UNIT_KUBELET]
+        machine.running[UNIT_KUBELET] = (program + b"silent", rest[0], rest[1])
+        machine.links["stratum-dns0"].clear()
+        code, document, lines = status(lab, machine)
+        assert code == 1
+        assert [line.partition(":")[0] for line in document["notReady"]] == [
+            "the kubelet does not answer",
+            "LocalDNS does not answer",
+        ]
+        assert document["certificateValidUntil"] is None and lines[-1].startswith("ready      no: the kubelet")
+    with node(lab, "host") as machine:
+        assert "role" not in status(lab, machine)[1]
+
+
+@given(st.datetimes(datetime.datetime(1990, 1, 1), datetime.datetime(2100, 1, 1)))
+def test_the_end_of_a_certificate_is_read_as_the_library_reads_it(moment: datetime.datetime) -> None:
+    made = certificates.make_authority(moment.replace(tzinfo=datetime.timezone.utc).timestamp(), "x", "y")
+    for pem in (made.ca, made.certificate, b"words\n" + made.key + made.certificate):
+        first = b"-----BEGIN CERTIFICATE-----" + pem.split(b"-----BEGIN CERTIFICATE-----")[1]
+        assert valid_until(pem) == certificates._load(first).not_valid_after_utc.timestamp()
+
+
+@given(st.binary(max_size=60))
+def test_what_is_no_certificate_has_no_end(data: bytes) -> None:
+    armoured = b"-----BEGIN CERTIFICATE-----" + base64.b64encode(b"\x30" + data) + b"-----END CERTIFICATE-----"
+    for pem in (data, armoured, b"-----BEGIN CERTIFICATE-----" + data + b"-----END CERTIFICATE-----"):
+        with pytest.raises(ValueError):
+            valid_until(pem)
