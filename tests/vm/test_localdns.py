@@ -314,6 +314,7 @@ def test_up_makes_a_node_with_localdns_that_survives_a_reboot_and_goes_without_a
     wait_until("the new server is asked", lambda: answers(vm) == [SECOND[1]], 240, pause=2)
 
     vm.reboot()
+    make_pod(vm)  # an interface besides lo and LocalDNS's: without one systemd-resolved says that the network is down
     vm.run(["stratum", "status", "--wait", "240"], timeout=300)
     wait_until("the server is up", lambda: answers(vm) == [SECOND[1]], 120, pause=1)
     units = (NETWORK, UNIT, "stratum-containerd.service", "stratum-kubelet.service")
