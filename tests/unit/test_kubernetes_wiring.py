@@ -4,24 +4,36 @@ from __future__ import annotations
 
 import base64
 import datetime
+import io
 import json
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, Callable
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from stratum.host.notify import Watchdog
 from stratum.node import kubelet, kubeletconfig
+from stratum.node.containerd import CONFIG_PATH, DATABASE
+from stratum.node.layout import Layout
+from stratum.node.localdns import COREFILE
 from stratum.node.settings import SETTINGS_PATH
+from stratum.node.stack import Stack
 from stratum.node.units import (
+    KUBELET_CONFIG,
     UNIT_CONTAINERD,
     UNIT_KUBELET,
     UNIT_KUBELET_LAUNCH_CHECK,
     UNIT_LOCALDNS,
     UNIT_LOCALDNS_NETWORK,
 )
+from stratum.output import Output
+from stratum.receipt import Entry, Receipt
+from stratum.scripts import supervise
+from stratum.scripts.context import Context
+from stratum.scripts.watch import Watch
 from stratum.trust import certificates
 from stratum.trust.validity import valid_until
 from tests.fakes import Killed
@@ -368,3 +380,110 @@ def test_what_is_no_certificate_has_no_end(data: bytes) -> None:
     for pem in (data, armoured, b"-----BEGIN CERTIFICATE-----" + data + b"-----END CERTIFICATE-----"):
         with pytest.raises(ValueError):
             valid_until(pem)
+
+
+# -- the supervisor -------------------------------------------------------------------------------------------
+
+
+def watch_of(machine: NodeMachine) -> tuple[Watch, io.StringIO]:
+    said = io.StringIO()
+    context, stack = Context(machine, Output(stdout=io.StringIO(), stderr=said)), Stack(Layout(machine))
+    bring_up, put_right = supervise.bring_up, supervise.put_right
+    watch = Watch(
+        context, stack, lambda: bring_up(context, stack), lambda: put_right(context, stack), Watchdog(machine)
+    )
+    for _ in range(3):
+        watch.look()
+        machine.clock += 400
+    return watch, said
+
+
+def change(machine: NodeMachine, path: object) -> None:
+    Path(machine.root + str(path)).write_text("somebody else's\n")
+
+
+def remove(machine: NodeMachine, path: object) -> None:
+    Path(machine.root + str(path)).unlink()
+
+
+def leave_token(machine: NodeMachine, _: object) -> None:
+    path = Path(machine.root + str(kubeletconfig.BOOTSTRAP))
+    path.write_text(TOKEN)
+    path.chmod(0o600)
+
+
+def lose_link(machine: NodeMachine, _: object) -> None:
+    machine.links.clear()
+    Path(machine.root, "sys/class/net/stratum-dns0").rmdir()
+
+
+def kill_kubelet(machine: NodeMachine, _: object) -> None:
+    machine.running.pop(UNIT_KUBELET)
+    machine.units[UNIT_KUBELET].active = "inactive"
+
+
+@pytest.mark.parametrize(
+    ("state", "happens", "path", "words"),
+    [
+        ("old", change, KUBELET_CONFIG, f"{KUBELET_CONFIG}: it was changed: put right"),
+        ("old", remove, KUBELET_CONFIG, f"{KUBELET_CONFIG}: it is gone: put right"),
+        ("old", change, CONFIG_PATH, f"{CONFIG_PATH}: it was changed: put right"),
+        ("old", change, COREFILE, f"{COREFILE}: it was changed: put right"),
+        ("old", remove, COREFILE, f"{COREFILE}: it is gone: put right"),
+        ("old", lose_link, "", "not in force for LocalDNS: stratum-dns0: put right"),
+        ("worker", leave_token, "", "the token that the node joined with is still on the disk: put right"),
+        ("changed", kill_kubelet, "", f"{UNIT_KUBELET} was down and has been started again"),
+    ],
+)
+def test_the_supervisor_puts_right_what_came_undone_on_a_node(
+    lab: Lab, state: str, happens: Callable[[NodeMachine, object], None], path: object, words: str
+) -> None:
+    with node(lab, state) as machine:
+        watch, said = watch_of(machine)
+        before = files_of(machine)
+        happens(machine, path)
+        for _ in range(4):
+            watch.look()
+            machine.clock += 60
+        assert words in said.getvalue()
+        assert different(machine, before) == set()
+        assert not machine.exists(kubeletconfig.BOOTSTRAP)
+        assert check_node(machine, "1.0")
+
+
+def test_a_kubelet_whose_launch_check_refused_is_left_alone_and_starts_once_it_agrees(lab: Lab) -> None:
+    with node(lab, "changed") as machine:
+        watch, said = watch_of(machine)
+        kill_kubelet(machine, "")
+        machine.verdict, machine.units[UNIT_KUBELET_LAUNCH_CHECK].active = 78, "failed"
+        machine.commands.clear()
+        watch.look()
+        assert "refused this node for good" in said.getvalue() and restarted(machine) == set()
+        machine.verdict, machine.units[UNIT_KUBELET_LAUNCH_CHECK].active = 0, "inactive"
+        watch.look()
+        assert check_node(machine, "1.0")
+
+
+def test_a_token_that_a_crash_left_on_the_disk_goes_at_the_next_start(lab: Lab) -> None:
+    for state in ("worker", "old", "host"):
+        with node(lab, state) as machine:
+            Path(machine.root, "etc/stratum/kubelet").mkdir(exist_ok=True, parents=True)
+            leave_token(machine, "")
+            Receipt.load(machine).record(Entry(kubeletconfig.BOOTSTRAP, "file", ("sha256:0",)))
+            assert boot(lab, machine)
+            assert not machine.exists(kubeletconfig.BOOTSTRAP), state
+
+
+def test_images_that_vanish_from_a_node_are_imported_again(lab: Lab) -> None:
+    with node(lab, "old") as machine:
+        watch, _ = watch_of(machine)
+        database = Path(machine.root + str(DATABASE))
+        database.parent.mkdir(parents=True, exist_ok=True)
+        database.write_text("one")
+        watch.look()
+        machine.images.clear()
+        database.write_text("other")
+        for _ in range(3):
+            machine.clock += 100
+            watch.look()
+        assert "example.test/demo:1.0" in machine.images
