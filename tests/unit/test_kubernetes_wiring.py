@@ -6,6 +6,7 @@ import base64
 import datetime
 import io
 import json
+import traceback
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Callable
@@ -14,13 +15,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from stratum.errors import UsageError
 from stratum.host.notify import Watchdog
 from stratum.node import kubelet, kubeletconfig
 from stratum.node.containerd import CONFIG_PATH, DATABASE
 from stratum.node.layout import Layout
 from stratum.node.localdns import COREFILE
 from stratum.node.settings import SETTINGS_PATH
-from stratum.node.stack import Stack
+from stratum.node.stack import STARTED, Stack
 from stratum.node.units import (
     KUBELET_CONFIG,
     UNIT_CONTAINERD,
@@ -487,3 +489,50 @@ def test_images_that_vanish_from_a_node_are_imported_again(lab: Lab) -> None:
             machine.clock += 100
             watch.look()
         assert "example.test/demo:1.0" in machine.images
+
+
+# -- secrets --------------------------------------------------------------------------------------------------
+
+WORD = TOKEN.replace(".", "")
+MALFORMED = [
+    f"  cluster: {{server: 'https://x', token:{TOKEN}}}\n",
+    "  cluster: {server: 'https://x', token:hunter2}\n",
+    f"  cluster:\n    server: https://x\n    token {TOKEN}\n",
+    f"  cluster:\n    token: [{TOKEN}]\n",
+    f"  cluster:\n    token: {{{TOKEN}: x}}\n",
+    f"  cluster:\n    token: {TOKEN} x\n",
+    f"  cluster:\n    token: {TOKEN}\u00e9\n",
+    f"  cluster:\n    token: '{TOKEN}\n",
+    f"  cluster:\n    token: *{WORD}\n",
+    f"  cluster:\n    token: !a{WORD}!b x\n",
+    f"  cluster:\n    a: &{WORD} x\n    token: &{WORD} x\n",
+    f"  cluster:\n    token:{TOKEN}\n",
+    f"  cluster:\n    token:{TOKEN}: \n",
+    f"  cluster:\n    ? {TOKEN}\n",
+]
+
+
+@pytest.mark.parametrize("body", MALFORMED)
+def test_a_malformed_token_is_quoted_in_no_error_and_no_traceback(lab: Lab, body: str) -> None:
+    with node(lab, "bare") as machine:
+        machine.configure(body)
+        with pytest.raises(UsageError) as caught:
+            lab.desk.up(machine, lab.desk.directory / "old.tar")
+        said = "".join(traceback.format_exception(caught.type, caught.value, caught.tb)) + (caught.value.hint or "")
+        assert not any(secret in said for secret in (TOKEN, WORD, TOKEN.split(".")[1], "hunter2"))
+        assert not any(secret in caught.value.message for secret in (TOKEN, WORD, "hunter2"))
+
+
+def test_records_that_others_can_read_have_no_secret_and_no_digest_of_one(lab: Lab) -> None:
+    with node(lab, "bare") as machine:
+        machine.configure(worker(more="  proxy: {https: 'http://user:hunter2@192.0.2.80:3128'}\n"))
+        machine.refused = True
+        assert lab.ask(machine, "up", "--bundle", "old.tar").status != 0
+        machine.refused = False
+        assert lab.ask(machine, "up", "--bundle", "old.tar").status == 0
+        assert Path(machine.root + str(STARTED)).stat().st_mode & 0o077 == 0
+        for path in Path(machine.root).rglob("*"):
+            if path.is_file() and not path.is_symlink() and path.stat().st_mode & 0o077:
+                data = path.read_bytes()
+                assert not any(secret in data for secret in (b"hunter2", TOKEN.split(".")[1].encode())), path
+        assert "hunter2" not in "\n".join(machine.commands)
