@@ -21,7 +21,7 @@ from stratum.node import kubelet, kubeletconfig
 from stratum.node.containerd import CONFIG_PATH, DATABASE
 from stratum.node.layout import Layout
 from stratum.node.localdns import COREFILE
-from stratum.node.settings import SETTINGS_PATH
+from stratum.node.settings import SETTINGS_PATH, read_settings
 from stratum.node.stack import STARTED, Stack
 from stratum.node.units import (
     KUBELET_CONFIG,
@@ -536,3 +536,84 @@ def test_records_that_others_can_read_have_no_secret_and_no_digest_of_one(lab: L
                 data = path.read_bytes()
                 assert not any(secret in data for secret in (b"hunter2", TOKEN.split(".")[1].encode())), path
         assert "hunter2" not in "\n".join(machine.commands)
+
+
+# -- others' files --------------------------------------------------------------------------------------------
+
+FOREIGN = (
+    "/var/lib/kubelet/theirs",
+    "/opt/cni/bin/calico",
+    "/etc/cni/net.d/05-theirs.conflist",
+    "/etc/stratum/containerd/conf.d/theirs.toml",
+    "/etc/stratum/containerd/certs.d/theirs.example.test/hosts.toml",
+    "/etc/stratum/kubelet/manifests/theirs.yaml",
+    f"/etc/systemd/system/{UNIT_KUBELET}.d/90-theirs.conf",
+)
+NAMED = {
+    "/opt/cni/bin", "/etc/cni/net.d", "/etc/stratum/containerd/conf.d", "/etc/stratum/kubelet/manifests",
+    f"/etc/systemd/system/{UNIT_KUBELET}.d",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("state", ["changed", "worker"])
+def test_files_of_others_in_our_directories_stay_and_are_named(lab: Lab, state: str) -> None:
+    with node(lab, "bare") as machine:
+        theirs = Path(machine.root + FOREIGN[0])
+        theirs.parent.mkdir(parents=True)
+        theirs.write_text("theirs\n")
+        machine.configure(OTHER_SETTINGS if state == "changed" else worker(more=DNS))
+        assert lab.ask(machine, "up", "--bundle", "old.tar").status == 0
+        for name in FOREIGN[1:]:
+            path = Path(machine.root + name)
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_text("[Service]\n" if name.endswith(".conf") else "# theirs\n")
+        answer = lab.ask(machine, "uninstall", "--output", "json")
+        assert answer.status == 0, answer
+        assert {item["path"] for item in json.loads(answer.text)["left"]} >= NAMED
+        left = {name for name in tree_of(Path(machine.root)) if name not in lab.original}
+        kept = {name for name in left if Path(machine.root + name).is_file()}
+        assert kept == {*FOREIGN, "/etc/stratum/stratum.yaml"}
+
+
+# -- other ways -----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("state", "body"), [("old", worker(more=DNS)), ("worker", DNS)])
+def test_an_upgrade_does_not_change_the_cluster_of_a_node_which_could_not_go_back(
+    lab: Lab, state: str, body: str
+) -> None:
+    with node(lab, state) as machine:
+        before = files_of(machine)
+        machine.configure(body)
+        answer = lab.ask(machine, "upgrade", "--bundle", "new.tar")
+        assert (answer.status, answer.error and answer.error.reference) == (2, "other-cluster")
+        assert different(machine, before) == set()
+        assert lab.ask(machine, "up").status == 0
+        assert lab.ask(machine, "upgrade", "--bundle", "new.tar").status == 0
+        assert check_node(machine, "2.0")
+
+
+def test_a_rollback_to_a_node_that_never_ran_gives_it_a_name_and_an_address(lab: Lab) -> None:
+    with node(lab, "host") as machine:
+        assert lab.ask(machine, "upgrade", "--bundle", "new.tar", "--prepare-only").status == 0
+        assert lab.ask(machine, "rollback", "2.0").status == 0
+        settings = read_settings(machine)
+        assert (settings.node_name, settings.node_ip) == ("node", "192.0.2.10")
+        assert check_node(machine, "2.0")
+        leave(lab, machine)
+
+
+def test_a_way_back_that_lacks_one_part_does_all_the_others(lab: Lab) -> None:
+    with node(lab, "worker") as machine:
+        before = files_of(machine)
+        machine.configure(worker("", more=OTHER_SETTINGS))
+        machine.hooks[f"systemctl start {UNIT_KUBELET}"] = lambda: Path(
+            machine.real(kubelet.CLIENT_CERTIFICATE)
+        ).unlink(missing_ok=True)
+        answer = lab.ask(machine, "upgrade", "--bundle", "bad.tar")
+        assert answer.status in (20, 21), answer
+        changed = {path for path in different(machine, before) if not machine.is_dir(path)}
+        assert changed - {str(kubelet.CLIENT_CERTIFICATE), "/var/lib/stratum/settings.earlier.json"} <= {
+            path for path in changed if path.startswith(PREPARED)
+        }
+        assert Layout(machine).current() == "1.0"
