@@ -80,7 +80,7 @@ def build_parser(only: Optional[str] = None) -> argparse.ArgumentParser:
         child = commands.add_parser(
             name,
             help=summary,
-            description=summary.capitalize() + ".",
+            description=f"{summary[0].upper()}{summary[1:]}.",
             epilog=_epilog(),
             formatter_class=form,
             allow_abbrev=False,

@@ -11,7 +11,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Callable
 
-from stratum.config import STANDALONE, WORKER, Cluster, Mirror, NodeSpec
+from stratum.config import STANDALONE, WORKER, Cluster, LocalDNS, Mirror, NodeSpec
 from stratum.configvalues import (
     families,
     overlaps,
@@ -248,6 +248,10 @@ def _check_kubelet(spec: NodeSpec) -> Iterator[Problem]:
         if (taint.key, taint.effect) in seen:
             yield Problem(path, f"{taint.key} with {taint.effect} stands twice")
         seen.add((taint.key, taint.effect))
+    if spec.role == STANDALONE:
+        unused = {"labels": spec.kubelet.labels, "taints": spec.kubelet.taints}
+        for name in (name for name, value in unused.items() if value):
+            yield Problem(f"kubelet.{name}", "has no effect: a standalone node registers nowhere", odd=True)
     if spec.kubelet.launch_check:
         yield from _if_set("kubelet.launchCheck[0]", spec.kubelet.launch_check[0], why_no_path)
     yield from _check_owned(spec)
@@ -275,9 +279,12 @@ def _check_registries(spec: NodeSpec) -> Iterator[Problem]:
         if registry.name in names:
             yield Problem(f"{path}.name", f"{registry.name} stands twice")
         names.append(registry.name)
-        if not registry.mirrors and registry.upstream:
-            yield Problem(path, "has no effect: no mirror, and the registry itself is asked anyway", odd=True)
+        if not registry.mirrors:
+            yield Problem(path, "has no mirrors", "name one, or remove the registry")
+        urls = [mirror.url for mirror in registry.mirrors]
         for index, mirror in enumerate(registry.mirrors):
+            if mirror.url in urls[:index]:
+                yield Problem(f"{path}.mirrors[{index}].url", "stands twice: name each mirror once")
             yield from _check_mirror(f"{path}.mirrors[{index}]", mirror)
 
 
@@ -309,6 +316,8 @@ def _check_local_dns(spec: NodeSpec) -> Iterator[Problem]:
     yield from _each("localDNS.upstream", local.upstream, _why_no_upstream)
     if local.address in local.upstream:
         yield Problem("localDNS.upstream", f"{local.address} is LocalDNS itself")
+    if not local.enabled and local != LocalDNS():
+        yield Problem("localDNS", "has no effect without localDNS.enabled: true", odd=True)
     yield from _if_set(path, local.address, why_no_address)
     address = parse_address(local.address)
     if address is None:
@@ -325,8 +334,11 @@ def _check_local_dns(spec: NodeSpec) -> Iterator[Problem]:
 
 
 def _why_no_upstream(text: str) -> str:
-    if parse_address(text):
-        return ""
-    why = why_no_registry(text)
-    host = text.rpartition(":")[0].strip("[]")
-    return "" if not why and parse_address(host) else f"{text!r} is no address, with a port behind it if need be"
+    host, _, port = (text, "", "53") if parse_address(text) else text.rpartition(":")
+    address = parse_address(host.strip("[]"))
+    if address is None or (host != text and why_no_registry(text)):
+        return f"{text!r} is no address, with a port behind it if need be"
+    # On another port of the loopback another server may listen.
+    if address.is_unspecified or address.is_multicast or (address.is_loopback and port == "53"):
+        return f"{text} is this host itself, or no server: name the servers that the host's own resolver asks"
+    return ""

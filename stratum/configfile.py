@@ -117,8 +117,10 @@ def _read_regular(
             data = file.read(_SIZE_LIMIT + 1)
     except OSError as error:
         why = error.strerror or str(error)
-        reference = UNREADABLE if isinstance(error, PermissionError) else reference
-        raise UsageError(reference, f"{name}: cannot be read: {why}", hint=f"mend {name}, or name another") from None
+        hint = f"put {name} there, or name another file"
+        if isinstance(error, PermissionError):
+            reference, hint = UNREADABLE, f"run as root, or as who may read {name}"
+        raise UsageError(reference, f"{name}: cannot be read: {why}", hint=hint) from None
     if len(data) > _SIZE_LIMIT:
         raise UsageError(reference, f"{name}: longer than {_SIZE_LIMIT} bytes", hint="name the right file")
     return data, mode

@@ -333,12 +333,15 @@ class Call(Action):
 
 
 def plan_directory(host: Host, path: HostPath, mode: int = 0o755) -> list[Action]:
-    """The directories that are missing down to ``path``, top first; existing ones keep their mode."""
+    """The directories that are missing down to ``path``, top first; existing ones keep their mode.
+
+    ``mode`` is that of ``path`` itself; a parent that is made is 0755.
+    """
     missing: list[Action] = []
     for candidate in (path, *path.parents):
         if host.is_dir(candidate):
             break
-        missing.insert(0, MakeDirectory(candidate, mode))
+        missing.insert(0, MakeDirectory(candidate, mode if candidate == path else 0o755))
     return missing
 
 

@@ -19,6 +19,7 @@ from stratum.configschema import read_schema
 from stratum.errors import ExitCode, UsageError
 from stratum.host.nodeip import check_argument
 from stratum.host.profiles import PROFILES
+from stratum.node.kubeletfields import ANY, check_fields
 from stratum.node.layout import Layout
 from stratum.node.settings import SETTINGS_PATH, Settings, read_settings
 from stratum.scripts.context import Context, add_output, add_root
@@ -94,7 +95,18 @@ def find_problems(config: ConfigFile, known: Settings) -> list[Problem]:
         for problem in merge(known, config, {}).check_join():
             # A credential often comes with an option, or is removed when it is used up.
             found.append(replace(problem, odd=problem.path == "cluster.tokenFile"))
+    found += [problem for problem in _find_kubelet_problems(config) if problem.path not in {one.path for one in found}]
     return sorted(found, key=lambda problem: problem.odd)
+
+
+def _find_kubelet_problems(config: ConfigFile) -> list[Problem]:
+    """What no kubelet would take, or none is known to have; which one it will be is the bundle's to say."""
+    try:
+        lines = [(line, True) for line in check_fields(config.spec.kubelet.config, ANY)]
+    except UsageError as error:
+        lines = [(error.message, False)]
+    parts = [(line[len("spec.") :].partition(": "), odd) for line, odd in lines]
+    return [Problem(path, why, odd=odd) for (path, _, why), odd in parts]
 
 
 def run_check(context: Context, arguments: argparse.Namespace) -> int:
@@ -107,7 +119,11 @@ def run_check(context: Context, arguments: argparse.Namespace) -> int:
             raise
         return _report(context, name, [(error.message, Problem("", error.message, error.hint or ""), 0)])
     if config is None:
-        raise UsageError("config-missing", f"{CONFIG_PATH}: no such file: every field has its default", hint="name one")
+        raise UsageError(
+            "config-missing",
+            f"{CONFIG_PATH}: no such file: every field has its default",
+            hint="run: stratum config check FILE",
+        )
     problems = find_problems(config, _known(context))
     return _report(context, name, [_line(config, problem) for problem in problems])
 

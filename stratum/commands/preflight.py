@@ -28,6 +28,7 @@ from stratum.scripts.choice import add_bundle_arguments, open_trusted
 from stratum.scripts.context import Context, add_output, add_root
 from stratum.scripts.prerequisites import check_prerequisites
 from stratum.scripts.run import load_work
+from stratum.scripts.runtime import check_plugins
 from stratum.scripts.settings import add_settings_arguments, read_merged
 
 
@@ -94,6 +95,7 @@ def check_bundle(context: Context, arguments: argparse.Namespace) -> Checked:
                 checked.record = record = node_script.record_of(bundle)
                 checked.kubelet = record.component_version("kubelet")
                 checked.findings += _prerequisites(context, arguments, record)
+                checked.findings += check_plugins(context.host, record, node_script.plugins_of(bundle.description))
                 _check_digests(context, bundle)
     except BundleNotFoundError as error:
         if arguments.bundle is not None:

@@ -15,6 +15,7 @@ from stratum import boot, lock
 from stratum.bundle.verify import VerifiedBundle
 from stratum.errors import ExitCode, StratumError, system_error
 from stratum.host import netmanagers, persistence
+from stratum.journal import Operation
 from stratum.node.kubeletroot import plan_kubelet_remains
 from stratum.node.layout import Layout
 from stratum.node.stack import Stack
@@ -169,10 +170,22 @@ def _undo(context: Context, work: Work, stack: Stack) -> str:
     return "everything that was done is taken back" if started else "nothing was changed"
 
 
-def _fail(context: Context, work: Work, stack: Stack, cause: BaseException, *, undo: bool) -> NoReturn:
-    """Raise ``cause`` with the state that it leaves; ``undo`` takes back what was done before."""
+def _has_begun(work: Work, before: Optional[Operation]) -> bool:
+    """Whether a step was done since ``before`` was the last operation: each is in the journal first."""
+    try:
+        return work.journal.read() != before
+    except (StratumError, OSError):
+        return True
+
+
+def _fail(
+    context: Context, work: Work, stack: Stack, cause: BaseException, *, undo: bool, before: Optional[Operation]
+) -> NoReturn:
+    """Raise ``cause`` with the state that it leaves; ``undo`` takes back what was done. ``before`` as in _has_begun."""
     error = system_error(cause) if isinstance(cause, OSError) else cause
-    state = "the node is as far as the steps above say; `stratum up` goes on, `stratum uninstall` removes it"
+    state = "nothing was changed"
+    if _has_begun(work, before):
+        state = "the node is as far as the steps above say; `stratum up` goes on, `stratum uninstall` removes it"
     if undo:
         try:
             state = _undo(context, work, stack)
@@ -198,12 +211,13 @@ def run(context: Context, arguments: argparse.Namespace) -> int:
         fresh = not len(work.receipt)
         if not dry_run:
             recover(context, work, stack, command="up")
+        before = None if dry_run else work.journal.read()
         try:
             outcome = _bring_up(context, arguments, work, stack)
         except BaseException as error:
             if dry_run:
                 raise
-            _fail(context, work, stack, error, undo=fresh)
+            _fail(context, work, stack, error, undo=fresh, before=before)
         if not dry_run:
             # What an older pyz unpacked, and what a run that was killed had begun to.
             boot.prune_runtime()

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Optional
 
 from stratum.host.finding import REJECT, WARN, Finding
@@ -146,9 +146,7 @@ def find_gpus(host: Host) -> Gpus:
     """Look at the host; reads a few directories and starts nothing."""
     names = _names(host, "/dev")
     nodes = sorted((name for name in names if _NODE.match(name)), key=lambda name: int(name[len("nvidia") :]))
-    tools = [path for name in (TOOLKIT, RUNTIME) for path in (host.which(name),) if path]
-    modprobe = host.which("nvidia-modprobe")
-    return Gpus(
+    found = Gpus(
         tuple(HostPath("/dev") / name for name in nodes),
         tuple(HostPath("/dev") / name for name in _CONTROL if name in names),
         tuple(HostPath("/dev/nvidia-caps") / name for name in _names(host, "/dev/nvidia-caps")),
@@ -156,9 +154,16 @@ def find_gpus(host: Host) -> Gpus:
         _idle_controllers(host),
         _driver_release(host),
         host.exists(_TEGRA_RELEASE) or _text(host, _TEGRA_FAMILY).lower().startswith("tegra"),
-        _libraries(host),
-        tuple(HostPath(path) for path in tools),
-        HostPath(modprobe) if modprobe else None,
+    )
+    if not found.devices:
+        return found  # what is in the directories of libraries, thousands of files, changes nothing
+    tools = [path for name in (TOOLKIT, RUNTIME) for path in (host.which(name),) if path]
+    modprobe = host.which("nvidia-modprobe")
+    return replace(
+        found,
+        libraries=_libraries(host),
+        tools=tuple(HostPath(path) for path in tools),
+        modprobe=HostPath(modprobe) if modprobe else None,
     )
 
 

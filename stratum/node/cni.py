@@ -99,23 +99,58 @@ def subnet_in_force(host: Host) -> Optional[str]:
         return None
 
 
-def choose_subnet(host: Host) -> str:
-    """The subnet for the bridge: the one in force, else the first that overlaps no route of the host.
+def choose_subnet(host: Host, wanted: str = "", avoid: Sequence[str] = ()) -> str:
+    """The subnet for the bridge: ``wanted``, else the one in force, else the first that overlaps nothing.
 
-    Raises :class:`StratumError` when every candidate overlaps.
+    ``avoid`` are networks of the cluster. Raises :class:`StratumError` when every candidate overlaps, when ``wanted``
+    overlaps a route of the host, and when it is another one than that which containers are attached to.
     """
     known = subnet_in_force(host)
+    if wanted and wanted != known:
+        _check_wanted(host, wanted, known)
+        return wanted
     if known is not None:
         return known
-    routed = _routed(host)
+    taken = [*_routed(host), *_networks(avoid)]
     for candidate in _CANDIDATES:
-        if not any(ipaddress.IPv4Network(candidate).overlaps(network) for network in routed):
+        if not any(ipaddress.IPv4Network(candidate).overlaps(network) for network in taken):
             return candidate
     raise StratumError(
         "no-subnet",
-        f"each of {', '.join(_CANDIDATES)} overlaps a route of this host",
-        hint="free one of them; `ip route` shows the routes of this host",
+        f"each of {', '.join(_CANDIDATES)} overlaps a route of this host or a network of the cluster",
+        hint="set network.bridgeSubnet in the configuration; `ip route` shows the routes of this host",
     )
+
+
+def _networks(names: Sequence[str]) -> list[ipaddress.IPv4Network]:
+    parsed = (ipaddress.ip_network(name, strict=False) for name in names)
+    return [network for network in parsed if isinstance(network, ipaddress.IPv4Network)]
+
+
+def _check_wanted(host: Host, wanted: str, known: Optional[str]) -> None:
+    """Raise :class:`StratumError` where the bridge cannot get the subnet, or not now."""
+    try:
+        subnet = ipaddress.IPv4Network(wanted)
+    except ValueError as error:
+        raise StratumError(
+            "subnet-invalid",
+            f"network.bridgeSubnet: {wanted}: {error}",
+            hint="give a network of IPv4, for example 10.215.0.0/16",
+        ) from None
+    attached = sorted({attachment.container for attachment in read_attachments(host)})
+    if known is not None and attached:
+        raise StratumError(
+            "subnet-in-use",
+            f"network.bridgeSubnet: {wanted}, and containers have addresses of {known}: {', '.join(attached)}",
+            hint=f"stop and delete these containers first, or set network.bridgeSubnet to {known}",
+        )
+    for network in _routed(host):
+        if network.overlaps(subnet):
+            raise StratumError(
+                "subnet-overlaps",
+                f"network.bridgeSubnet: {wanted} overlaps {network}, which this host has a route to",
+                hint="choose another one; `ip route` shows the routes of this host",
+            )
 
 
 def plan_plugin_links(work: Work, plugins: Sequence[str], active: HostPath) -> list[Action]:

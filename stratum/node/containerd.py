@@ -13,6 +13,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import BinaryIO, Callable, Optional
 
+from stratum.config import Secret
 from stratum.errors import BundleError, CommandError, StratumError
 from stratum.steps import Action, Work, plan_directory, plan_file
 from stratum.system import Completed, Host, HostPath
@@ -29,11 +30,13 @@ __all__ = [
     "ContainerdOptions",
     "Ctr",
     "ImageState",
+    "Login",
     "Task",
-    "find_sandbox_image",
+    "fragments",
     "overriding_fragments",
     "plan_configuration",
     "quote_toml",
+    "release_of",
     "render_config",
 ]
 
@@ -48,10 +51,6 @@ KUBERNETES_NAMESPACE = "k8s.io"
 # Files of the admin's, which containerd reads after ours.
 FRAGMENT_DIR = HostPath("/etc/stratum/containerd/conf.d")
 REGISTRY_DIR = HostPath("/etc/stratum/containerd/certs.d")
-# What CRI marks its images with: it lists those alone (containerd internal/cri/labels).
-MANAGED_LABEL = "io.cri-containerd.image=managed"
-# The kubelet's garbage collection spares an image with it. Known to CRI since 1.7.3; 1.6 has nothing of the kind.
-PINNED_LABEL = "io.cri-containerd.pinned=pinned"
 # Where containerd keeps the names of images, containers and leases: it changes with each of them.
 DATABASE = DATA_ROOT / "io.containerd.metadata.v1.bolt/meta.db"
 CDI_SPEC_DIRS = ("/etc/cdi", "/var/run/cdi")
@@ -62,7 +61,8 @@ _CALL_TIMEOUT = 60.0
 _IMPORT_TIMEOUT = 1800.0
 
 
-def _release(containerd_version: str) -> tuple[int, int]:
+def release_of(containerd_version: str) -> tuple[int, int]:
+    """Major and minor number of a release; raises :class:`BundleError` for what is none."""
     found = re.match(r"v?(\d+)\.(\d+)", containerd_version)
     if not found:
         raise BundleError("containerd-version", f"containerd {containerd_version!r}: cannot read its version")
@@ -71,7 +71,7 @@ def _release(containerd_version: str) -> tuple[int, int]:
 
 def config_version(containerd_version: str) -> int:
     """The configuration format of a containerd release; raises :class:`BundleError` for an unknown one."""
-    major, minor = _release(containerd_version)
+    major, minor = release_of(containerd_version)
     if (major, minor) in ((1, 6), (1, 7)):
         return 2
     if major == 2:
@@ -80,15 +80,26 @@ def config_version(containerd_version: str) -> int:
 
 
 @dataclass(frozen=True)
+class Login:
+    """Credentials for a host of a registry, as ``host:port``."""
+
+    host: str
+    username: str
+    password: Secret
+
+
+@dataclass(frozen=True)
 class ContainerdOptions:
     """What a node's containerd has beyond what its release decides.
 
     ``sandbox_image`` is the image that holds a pod's namespaces, by the name that it is imported under; empty leaves
     containerd's own, which it pulls. ``nvidia_runtime`` is the path of nvidia-container-runtime; empty without GPUs.
+    ``logins`` are for 1.6 and 1.7 alone, see registries.py: a configuration with one is for root to read.
     """
 
     sandbox_image: str = ""
     nvidia_runtime: str = ""
+    logins: tuple[Login, ...] = ()
 
 
 _PLAIN = ContainerdOptions()
@@ -102,13 +113,14 @@ def quote_toml(text: str) -> str:
 def render_config(containerd_version: str, options: ContainerdOptions = _PLAIN) -> bytes:
     """containerd's configuration for a release. Raises :class:`BundleError` for an unknown one.
 
-    Nothing in it is a secret. The names of tables and fields are those of ``containerd config default`` of each
-    release; where a release has no field, the field is not written: 2.x warns of each that it does not know.
+    Nothing in it is a secret but the passwords of ``logins``. The names of tables and fields are those of
+    ``containerd config default`` of each release; where a release has no field, the field is not written: 2.x warns of
+    each that it does not know.
     """
     version = config_version(containerd_version)
     sections = [
         _render_base(version),
-        *_render_cri(version, _release(containerd_version), options),
+        *_render_cri(version, release_of(containerd_version), options),
         *(_render_shared_places() if version == 3 else ()),
     ]
     return "\n".join(sections).encode()
@@ -148,6 +160,7 @@ def _render_cri(version: int, release: tuple[int, int], options: ContainerdOptio
         sections.append(f'[plugins."{images}".pinned_images]\n{pinned}')
     sections += [
         f'[plugins."{images}".registry]\n  config_path = "{REGISTRY_DIR}"\n',
+        *(_render_login(images, login) for login in (options.logins if version == 2 else ())),
         f'[plugins."{runtime}".cni]\n  {bin_dir}\n  conf_dir = "{CNI_CONF_DIR}"\n',
         f'[plugins."{runtime}".containerd]\n  default_runtime_name = "runc"\n',
         _render_runtime(runtime, "runc"),
@@ -155,6 +168,13 @@ def _render_cri(version: int, release: tuple[int, int], options: ContainerdOptio
     if options.nvidia_runtime:
         sections.append(_render_runtime(runtime, "nvidia", options.nvidia_runtime))
     return sections
+
+
+def _render_login(plugin: str, login: Login) -> str:
+    return f"""[plugins."{plugin}".registry.configs.{quote_toml(login.host)}.auth]
+  username = {quote_toml(login.username)}
+  password = {quote_toml(login.password.value)}
+"""
 
 
 def _render_runtime(plugin: str, name: str, program: str = "") -> str:
@@ -188,9 +208,17 @@ def plan_configuration(work: Work, containerd_version: str, options: ContainerdO
 
     Raises :class:`StratumError` for a file there that is not ours, :class:`BundleError` for an unknown release.
     """
-    actions = plan_file(work, CONFIG_PATH, render_config(containerd_version, options))
+    mode = 0o600 if options.logins and config_version(containerd_version) == 2 else 0o644
+    actions = plan_file(work, CONFIG_PATH, render_config(containerd_version, options), mode)
     made = {action.subject for action in actions}
     return actions + [item for item in plan_directory(work.host, FRAGMENT_DIR) if item.subject not in made]
+
+
+def fragments(host: Host) -> list[HostPath]:
+    """The files of the admin's that containerd reads after ours, in its order."""
+    names = host.listdir(FRAGMENT_DIR) if host.is_dir(FRAGMENT_DIR) else []
+    paths = [FRAGMENT_DIR / name for name in sorted(names) if name.endswith(".toml")]
+    return [path for path in paths if not host.is_dir(path)]
 
 
 def overriding_fragments(host: Host, containerd_version: str) -> list[HostPath]:
@@ -199,45 +227,17 @@ def overriding_fragments(host: Host, containerd_version: str) -> list[HostPath]:
     containerd 1.6 and 1.7 merge a fragment by whole plugins: a table of CRI in one drops all that Stratum set for
     CRI, the sandbox image and the registries among it. 2.x merges each field (tried with the releases of Debian).
     """
-    if config_version(containerd_version) != 2 or not host.is_dir(FRAGMENT_DIR):
+    if config_version(containerd_version) != 2:
         return []
     found = []
-    for name in host.listdir(FRAGMENT_DIR):
-        if name.endswith(".toml") and not host.is_dir(FRAGMENT_DIR / name):
-            try:
-                text = host.read_text(FRAGMENT_DIR / name)
-            except (OSError, ValueError):
-                continue
-            if re.search(r"^[ \t]*\[+[^]#\n]*io\.containerd\.grpc\.v1\.cri[\"']", text, re.MULTILINE):
-                found.append(FRAGMENT_DIR / name)
+    for path in fragments(host):
+        try:
+            text = host.read_text(path)
+        except (OSError, ValueError):
+            continue
+        if re.search(r"^[ \t]*\[+[^]#\n]*io\.containerd\.grpc\.v1\.cri[\"']", text, re.MULTILINE):
+            found.append(path)
     return found
-
-
-def find_sandbox_image(names: Iterable[str]) -> Optional[str]:
-    """The image that pods get their namespaces from: the one whose repository's last part is ``pause``.
-
-    None without one. Raises :class:`BundleError` when there are two: which is meant cannot be told.
-    """
-    found = sorted({name for name in names if _repository(name).rpartition("/")[2] == "pause"})
-    if len(found) > 1:
-        raise BundleError(
-            "sandbox-ambiguous",
-            f"the bundle has more than one image for the sandbox of pods: {', '.join(found)}",
-            hint="build the bundle with one image called pause",
-        )
-    return found[0] if found else None
-
-
-def image_labels(containerd_version: str) -> frozenset[str]:
-    """The labels of an image that the kubelet must see and must not remove; a 1.6 cannot keep it from removing it."""
-    return frozenset({MANAGED_LABEL, PINNED_LABEL} if _release(containerd_version) >= (1, 7) else {MANAGED_LABEL})
-
-
-def _repository(name: str) -> str:
-    """An image's name without digest and tag (OCI distribution-spec 1.1, "Pulling manifests")."""
-    path = name.partition("@")[0]
-    head, slash, last = path.rpartition("/")
-    return head + slash + last.partition(":")[0]
 
 
 @dataclass(frozen=True)

@@ -13,11 +13,12 @@ from typing import Any, Optional, Union
 
 from stratum.errors import StratumError, UsageError
 
-__all__ = ["NEWEST_LISTED", "OLDEST", "Release", "check_fields", "merge", "parse_release"]
+__all__ = ["ANY", "NEWEST_LISTED", "OLDEST", "Release", "check_fields", "merge", "parse_release"]
 
 Release = tuple[int, int]
 OLDEST: Release = (1, 31)  # the oldest release that Stratum writes a configuration for
 NEWEST_LISTED: Release = (1, 35)  # the newest one whose list of fields here is known to be complete
+ANY: Release = (1, 999)  # where the release is not known: of the fields here, all are there
 
 Kind = Union[str, Mapping[str, Any]]
 
@@ -164,7 +165,8 @@ def _check(value: Mapping[str, Any], fields: Mapping[str, Any], where: str, rele
         if kind is None or since > release:
             if kind is None and release > NEWEST_LISTED:
                 out.append(
-                    f"spec.kubelet.config.{path}: not a field that Stratum knows of any kubelet; it is passed on"
+                    f"spec.kubelet.config.{path}: not a field that Stratum knows of any kubelet, but passed on"
+                    f"{_near(key, fields)}"
                 )
                 continue
             raise _invalid(path, f"a kubelet {release[0]}.{release[1]} has no such field" + _near(key, fields))
@@ -219,4 +221,4 @@ def _near(key: str, fields: Mapping[str, Any]) -> str:
 
 
 def _invalid(path: str, why: str) -> UsageError:
-    return UsageError("kubelet-config", f"spec.kubelet.config.{path}: {why}", hint="correct /etc/stratum/stratum.yaml")
+    return UsageError("kubelet-config", f"spec.kubelet.config.{path}: {why}", hint="correct the configuration file")

@@ -3,10 +3,10 @@
 Each registry has a directory below ``certs.d`` with its ``hosts.toml`` and the certificates that this names. Changing
 them needs no restart. ``ctr`` reads them with ``--hosts-dir``.
 
-Credentials are an ``Authorization`` header of the host in ``hosts.toml`` (RFC 7617): of the ways to give them, it is
-the only one that 1.6, 1.7 and 2.x all have and none deprecates. ``registry.configs`` of the main configuration is
-deprecated since 1.5 (containerd RELEASES.md, "Deprecated config properties"), and CRI alone reads it. A registry that
-demands a token gets the header at its token service, for which containerd takes the same headers.
+Credentials are an ``Authorization`` header of the host in ``hosts.toml`` (RFC 7617), which ``ctr`` and CRI of 1.6, 1.7
+and 2.x all send. A registry that demands a token of its own gets the header at its token service from 2.x alone. For
+1.6 and 1.7 the credentials are therefore in the main configuration too (``registry.configs``, deprecated since 1.5 and
+to go with 2.2: containerd RELEASES.md, "Deprecated config properties"), where CRI finds them and ``ctr`` does not.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from urllib.parse import urlsplit
 
-from stratum.config import Containerd, Mirror, Registry
+from stratum.config import Containerd, Mirror, Registry, Secret
 from stratum.errors import StratumError
-from stratum.node.containerd import REGISTRY_DIR, config_version, quote_toml
+from stratum.node.containerd import REGISTRY_DIR, Login, config_version, quote_toml
 from stratum.steps import Action, Call, RemoveDirectory, Work, plan_file, withdraw
 from stratum.system import Host, HostPath
 
-__all__ = ["directory_name", "plan_registries", "render_hosts"]
+__all__ = ["directory_name", "plan_registries", "read_logins", "render_hosts"]
 
 _HOSTS = "hosts.toml"
 _OPEN, _PRIVATE = 0o644, 0o600
@@ -153,6 +153,30 @@ def _password(host: Host, registry: Registry, mirror: Mirror) -> str:
             hint="put the password into the file, as one line",
         )
     return password
+
+
+def read_logins(host: Host, spec: Containerd, containerd_version: str) -> tuple[Login, ...]:
+    """What containerd's main configuration must say of credentials: nothing from 2.x on.
+
+    Raises :class:`StratumError` as :func:`plan_registries` does.
+    """
+    if config_version(containerd_version) != 2:
+        return ()
+    found: dict[str, Login] = {}
+    for registry in spec.registries:
+        for mirror in registry.mirrors:
+            _check_mirror(registry, mirror)
+            if mirror.username:
+                place = urlsplit(mirror.url).netloc
+                login = Login(place, mirror.username, Secret(_password(host, registry, mirror)))
+                if found.setdefault(place, login) != login:
+                    raise StratumError(
+                        "registry-mirror",
+                        f"containerd.registries: {registry.name}: mirror {mirror.url} has other credentials elsewhere, "
+                        f"and containerd {containerd_version} knows those of a host once",
+                        hint="give each entry of that host the same user name and password",
+                    )
+    return tuple(found.values())
 
 
 def _files_of(host: Host, registry: Registry) -> list[_File]:

@@ -103,9 +103,7 @@ class Stack:
             return "kubelet", (PROXY_FILE, *kubelet_inputs(settings))
         if unit == UNIT_LOCALDNS:
             return "coredns", (self.layout.current_link / localdns.SUPERVISOR,)
-        fragments = containerd.FRAGMENT_DIR
-        names = self.host.listdir(fragments) if self.host.is_dir(fragments) else []
-        return "containerd", (containerd.CONFIG_PATH, PROXY_FILE, *(fragments / name for name in names))
+        return "containerd", (containerd.CONFIG_PATH, PROXY_FILE, *containerd.fragments(self.host))
 
     def _drop_ins(self, unit: str) -> list[HostPath]:
         directory = drop_in_dir(unit)

@@ -26,7 +26,11 @@ BUNDLES = STATE_DIRECTORY / "bundles"
 
 def add_bundle_arguments(parser: argparse.ArgumentParser) -> None:
     """The options that say which bundle, and whom to trust; ``preflight`` has the same."""
-    parser.add_argument("--bundle", metavar="BUNDLE", help="a tar file, a directory, or - for standard input")
+    parser.add_argument(
+        "--bundle",
+        metavar="BUNDLE",
+        help=f"a tar file, a directory, or - for standard input (default: the only one beside the pyz or in {BUNDLES})",
+    )
     parser.add_argument(
         "--trust", metavar="KEY.pub", action="append", default=[], help="trust this public key too, for this run"
     )

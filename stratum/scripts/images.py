@@ -14,7 +14,7 @@ from stratum.bundle.images import IMAGES_DIRECTORY, Image, ImageStore, image_nam
 from stratum.bundle.oci import Descriptor
 from stratum.errors import CommandError, StratumError
 from stratum.host.finding import WARN, Finding
-from stratum.node import containerd
+from stratum.node import containerd, criimages
 from stratum.node.containerd import ImageState
 from stratum.node.stack import Stack
 from stratum.node.versions import VersionRecord, read_record
@@ -45,7 +45,7 @@ def namespace_of(record: VersionRecord) -> str:
 def _labels_of(record: VersionRecord) -> frozenset[str]:
     if namespace_of(record) != containerd.KUBERNETES_NAMESPACE:
         return frozenset()
-    return containerd.image_labels(record.component_version("containerd") or "")
+    return criimages.image_labels(record.component_version("containerd") or "")
 
 
 def _names(record: VersionRecord) -> list[str]:
@@ -60,7 +60,7 @@ def sandbox_image(record: VersionRecord) -> str:
     """
     if record.component_version("kubelet") is None:
         return ""
-    return containerd.find_sandbox_image(_names(record)) or ""
+    return criimages.find_sandbox_image(_names(record)) or ""
 
 
 def check_sandbox(record: VersionRecord) -> list[Finding]:
@@ -158,7 +158,7 @@ def _wait_managed(stack: Stack, namespace: str, name: str) -> None:
     deadline = stack.host.monotonic() + _MARK_WAIT
     while stack.host.monotonic() < deadline:
         state = stack.ctr.images(namespace).get(name)
-        if state is not None and containerd.MANAGED_LABEL in state.labels:
+        if state is not None and criimages.MANAGED_LABEL in state.labels:
             return
         stack.host.sleep(_MARK_POLL)
 

@@ -67,7 +67,21 @@ def check_kubernetes(context: Context, settings: Settings, record: VersionRecord
         findings.append(
             Finding("localdns", REJECT, "LocalDNS is asked for, and the bundle has no component coredns", hint)
         )
+    findings += _check_programs(context.host, settings)
     return [*findings, *check_kubelet_state(context.host, Receipt.load(context.host))]
+
+
+def _check_programs(host: Host, settings: Settings) -> list[Finding]:
+    """Programs that the configuration names; one may still come, so a missing one is only said."""
+    spec = settings.spec
+    named = {"spec.kubelet.launchCheck": "".join(spec.kubelet.launch_check[:1])}
+    if spec.role == WORKER and spec.cluster.exec:
+        named["spec.cluster.exec"] = spec.cluster.exec.command
+    return [
+        Finding("kubelet-program", WARN, f"{field}: {program}: no such program", "put it there: the kubelet needs it")
+        for field, program in named.items()
+        if program and not host.exists(program)
+    ]
 
 
 def plan_files(work: Work, goal: Goal) -> list[Action]:

@@ -13,12 +13,13 @@ from stratum.bundle.oci import Description
 from stratum.bundle.place import COMPONENTS, Placement, component_dir
 from stratum.bundle.verify import VerifiedBundle
 from stratum.errors import BundleError, StratumError
-from stratum.host import persistence, program
+from stratum.host import network, persistence, program
 from stratum.host.preflight import Need
 from stratum.node import cni, containerd, proxy
 from stratum.node.backend import Backend
 from stratum.node.history import note_activation, read_history
 from stratum.node.layout import Layout
+from stratum.node.settings import Settings
 from stratum.node.stack import Stack
 from stratum.node.units import UNIT_LOCALDNS, UNIT_LOCALDNS_NETWORK, stack_units
 from stratum.node.versions import VersionRecord, assemble, differences, outdated, read_record, relink, usable_record
@@ -29,7 +30,7 @@ from stratum.scripts.goal import Goal
 from stratum.scripts.runtime import plan_runtime
 from stratum.staging import OWN_ROOT
 from stratum.steps import Action, Call, Command, PlaceLink, SetMode, Work, plan_directory, plan_file, withdraw
-from stratum.system import HostPath
+from stratum.system import Host, HostPath
 
 # Directories that fill while the node runs; whatever is in them is Stratum's to remove.
 DATA_TREES = (containerd.DATA_ROOT, HostPath("/run/stratum"), STATE_DIRECTORY / "images", STATE_DIRECTORY / "runtime")
@@ -171,13 +172,30 @@ def containerd_version(record: VersionRecord) -> str:
     return version
 
 
+def bridge_subnet(host: Host, settings: Settings) -> str:
+    """The subnet of the bridge network under these settings. Raises :class:`StratumError`."""
+    return cni.choose_subnet(host, settings.spec.network.bridge_subnet, settings.cluster_cidrs)
+
+
 def plan_network(work: Work, layout: Layout, goal: Goal) -> list[Action]:
     """The links to the plugins, and the bridge network for a version that has the plugin for it."""
     links = cni.plan_plugin_links(work, goal.plugins, layout.cni_bin_dir)
     if goal.bridged:
-        network = cni.render_network(cni.choose_subnet(work.host))
-        return plan_file(work, cni.CONFIG_PATH, network) + links
-    actions: list[Action] = plan_directory(work.host, cni.CONFIG_PATH.parent)
+        subnet = bridge_subnet(work.host, goal.settings)
+        actions = plan_file(work, cni.CONFIG_PATH, cni.render_network(subnet))
+        known = cni.subnet_in_force(work.host)
+        if known not in (None, subnet) and network.interface_exists(work.host, cni.BRIDGE):
+            # The plugin refuses a bridge with another address than the subnet's first.
+            remove = functools.partial(network.remove_bridge, work.host, cni.BRIDGE)
+            actions.append(Call("remove bridge", f"{cni.BRIDGE} of {known}", remove))
+        return actions + links
+    if goal.settings.spec.network.bridge and "bridge" not in goal.plugins:
+        raise StratumError(
+            "no-bridge-plugin",
+            "network.bridge is true, and the bundle has no CNI plugin called bridge",
+            hint="take a bundle with the CNI plugins, or take network.bridge out of the configuration",
+        )
+    actions = plan_directory(work.host, cni.CONFIG_PATH.parent)
     if work.receipt.owns(cni.CONFIG_PATH):
         # The version before had it; without its plugin every container would fail to start.
         actions.append(Call("remove", str(cni.CONFIG_PATH), lambda: withdraw(work, cni.CONFIG_PATH)))

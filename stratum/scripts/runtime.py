@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Callable, Optional
 
 from stratum.errors import StratumError
@@ -9,7 +10,8 @@ from stratum.host import nvidia
 from stratum.host.finding import WARN, Finding
 from stratum.host.preflight import UNIT_DIRS
 from stratum.node import containerd, registries
-from stratum.node.containerd import ContainerdOptions
+from stratum.node.cni import HOST_BIN_DIR
+from stratum.node.containerd import ContainerdOptions, Login
 from stratum.node.settings import Settings
 from stratum.node.units import UNIT_CONTAINERD, drop_in_dir
 from stratum.node.versions import VersionRecord
@@ -17,7 +19,7 @@ from stratum.scripts import images
 from stratum.steps import Action, RemoveDirectory, RemoveFile, Work
 from stratum.system import Host
 
-__all__ = ["check_runtime", "gpu_setup", "plan_cdi_removal", "plan_runtime"]
+__all__ = ["check_plugins", "check_runtime", "gpu_setup", "plan_cdi_removal", "plan_runtime"]
 
 _GPU_DROP_IN = drop_in_dir(UNIT_CONTAINERD) / "30-gpu-setup.conf"
 
@@ -47,6 +49,24 @@ def check_runtime(host: Host, record: VersionRecord, settings: Settings) -> list
     return findings
 
 
+def check_plugins(host: Host, record: VersionRecord, plugins: Sequence[str]) -> list[Finding]:
+    """CRI runs the plugin ``loopback`` for each pod (containerd, ``use_internal_loopback`` is off in all releases).
+
+    A cluster's network may bring it along, so that its absence is no reason to refuse.
+    """
+    if record.component_version("kubelet") is None or "loopback" in plugins or host.exists(HOST_BIN_DIR / "loopback"):
+        return []
+    return [
+        Finding(
+            "cni-loopback",
+            WARN,
+            f"the bundle has a kubelet and no CNI plugin called loopback, and neither has {HOST_BIN_DIR}: "
+            "pods with a network of their own do not start without it",
+            "add the CNI plugins to the bundle's definition",
+        )
+    ]
+
+
 def plan_runtime(
     work: Work, record: VersionRecord, settings: Settings, warn: Optional[Callable[[str], object]] = None
 ) -> list[Action]:
@@ -56,15 +76,18 @@ def plan_runtime(
     ran, it is said and the registries stay as they are. Raises :class:`StratumError`.
     """
     gpus = nvidia.plan_gpus(work.host, settings.spec.gpu.nvidia)
-    options = ContainerdOptions(images.sandbox_image(record), gpus.runtime)
-    actions = containerd.plan_configuration(work, _release(record), options)
+    spec = settings.spec.containerd
+    logins: tuple[Login, ...] = ()
+    actions: list[Action] = []
     try:
-        actions += registries.plan_registries(work, settings.spec.containerd, _release(record))
+        logins = registries.read_logins(work.host, spec, _release(record))
+        actions = registries.plan_registries(work, spec, _release(record))
     except StratumError as error:
         if warn is None:
             raise
         warn(f"{error.message}; the registries stay as they are")
-    return list(dict.fromkeys(actions))
+    options = ContainerdOptions(images.sandbox_image(record), gpus.runtime, logins)
+    return list(dict.fromkeys([*containerd.plan_configuration(work, _release(record), options), *actions]))
 
 
 def plan_cdi_removal(work: Work) -> list[Action]:

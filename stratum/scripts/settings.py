@@ -7,11 +7,13 @@ gave goes with it. What a node joins with is used once, handed on in memory, and
 from __future__ import annotations
 
 import argparse
+import os
+import stat
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Optional
 
-from stratum.config import STANDALONE, WORKER, NodeSpec, Secret
+from stratum.config import CONFIG_PATH, STANDALONE, WORKER, NodeSpec, Secret
 from stratum.configchecks import Problem, check_join, check_spec
 from stratum.configcodec import field_paths, get_field, set_field
 from stratum.configfile import REFERENCE, ConfigFile, read_config, read_given_file
@@ -49,7 +51,11 @@ def add_settings_arguments(parser: argparse.ArgumentParser) -> None:
     """The options that are recorded and hold for each later start, and those that join a cluster once."""
     group = parser.add_argument_group("settings of the node (recorded; one that is not given stays as it is)")
     group.add_argument("--config", metavar="FILE", help="the configuration (default: /etc/stratum/stratum.yaml)")
-    group.add_argument("--role", choices=(STANDALONE, WORKER), help="of a version with a kubelet (default: standalone)")
+    group.add_argument(
+        "--role",
+        choices=(STANDALONE, WORKER),
+        help="with a kubelet in the bundle: a node on its own, or a worker of a cluster (default: standalone)",
+    )
     group.add_argument("--node-name", metavar="NAME", help="the node's name (default: the host's, in lower case)")
     group.add_argument("--profile", choices=sorted(PROFILES), help="kernel settings of a profile (default: default)")
     group.add_argument("--node-ip", metavar="ADDRESS[,ADDRESS]", help="the node's address (default: detected)")
@@ -111,7 +117,7 @@ class Merged:
 
     def _error(self, problems: list[Problem]) -> UsageError:
         first = problems[0]
-        more = f" (and {len(problems) - 1} more; see: stratum config check)" if len(problems) > 1 else ""
+        more = self._more(problems[1:])
         path = next((name for name in field_paths() if _is_in(first.path, name)), first.path)
         source = self.sources.get(path, "")
         if self.file and not source.startswith((_OPTION, FROM_BEFORE)):
@@ -120,6 +126,15 @@ class Merged:
             return error
         where = source[len(_OPTION) :] if source.startswith(_OPTION) else first.path
         return UsageError(REFERENCE, f"{where}: {first.why}{more}", hint=first.hint or f"change what {where} says")
+
+    def _more(self, others: list[Problem]) -> str:
+        """The end of an error's message when more than one thing is wrong."""
+        if not others:
+            return ""
+        if self.file is None:
+            return f" (and also: {', '.join(problem.path for problem in others)})"
+        given = "" if self.file.name == str(CONFIG_PATH) else f" {self.file.name}"
+        return f" (and {len(others)} more; see: stratum config check{given})"
 
     def recorded(self) -> tuple[NodeSpec, dict[str, str]]:
         """The configuration as later starts need it, and its sources: without what the node joins with."""
@@ -236,7 +251,13 @@ def _read_token(context: Context, merged: Merged, bundle: Optional[str]) -> Opti
             )
         return _parse_token(_read_stdin(context), "standard input")
     data = _read_file(context, merged, path, cluster.token_file)
-    return None if data is None else _parse_token(data, cluster.token_file)
+    if data is None:
+        return None
+    status = os.stat if merged.is_option(path) else context.host.stat
+    mode = stat.S_IMODE(status(cluster.token_file).st_mode)
+    if mode & 0o077:
+        context.out.warn(f"{cluster.token_file}: has a token and mode {mode:04o}: others can read it")
+    return _parse_token(data, cluster.token_file)
 
 
 def _read_stdin(context: Context) -> bytes:

@@ -235,7 +235,7 @@ def plan_trust(context: Context, work: Work, bridged: bool) -> list[Action]:
 
 def plan_masquerade(stack: Stack, goal: Goal) -> list[Action]:
     """Forwarding and address translation for the container network, where there is or will be one."""
-    subnet = cni.choose_subnet(stack.host) if goal.bridged else cni.subnet_in_force(stack.host)
+    subnet = node.bridge_subnet(stack.host, goal.settings) if goal.bridged else cni.subnet_in_force(stack.host)
     if not subnet:
         return []
     # A Kubernetes node has forwarding among its sysctls.

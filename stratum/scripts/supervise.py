@@ -48,7 +48,8 @@ def _host_steps(context: Context, work: Work, stack: Stack, goal: Goal, *, unfin
     steps = prerequisites.prerequisite_steps(context, work, settings, record, bridged=goal.bridged)
     if is_kubernetes_node(record) or goal.serves_dns or unfinished or context.host.lexists(BOOTSTRAP):
         # It depends on what changes under a node: resolvers, dates of certificates, a join that is complete by now.
-        configure = functools.partial(node_script.plan_configuration, work, goal)
+        # A file that the configuration names for a registry may be on a stick that is gone by now.
+        configure = functools.partial(node_script.plan_configuration, work, goal, context.out.warn)
         steps.append(Step("configure", "write the configuration", configure))
     if unfinished:
         network = functools.partial(node_script.plan_network, work, stack.layout, goal)

@@ -17,6 +17,7 @@ from stratum.node.versions import VersionRecord, read_record
 from stratum.scripts import node as node_script
 from stratum.scripts.context import Context
 from stratum.scripts.prerequisites import check_prerequisites
+from stratum.scripts.runtime import check_plugins
 from stratum.scripts.settings import Chosen
 from stratum.steps import Work
 
@@ -69,7 +70,8 @@ def check_preflight(context: Context, arguments: argparse.Namespace, target: Tar
         skip=arguments.skip_check,
         kubelet=target.record.component_version("kubelet"),
     )
-    findings += prerequisites
+    plugins = check_plugins(context.host, target.record, target.plugins)
+    findings += [*prerequisites, *(finding for finding in plugins if finding.check not in arguments.skip_check)]
     for finding in findings:
         if finding.severity == preflight.WARN:
             context.out.warn(f"{finding.check}: {finding.message}; {finding.hint}")

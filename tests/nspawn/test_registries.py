@@ -24,6 +24,7 @@ from tests.lab.cri import Cri
 from tests.lab.image import Image
 from tests.lab.machine import Result, wait_until
 from tests.lab.nspawn import NspawnMachine
+from tests.standins import tokenregistry
 from tests.unit.hosting import perform, put
 
 SUITES = ("bookworm", "trixie", "unstable")
@@ -78,7 +79,7 @@ class Lab:
     version: str
 
     def configure(self, *configured: Registry) -> list[str]:
-        """Write ``certs.d`` as a node has it; what was done."""
+        """Write what a node has of registries; what was done. Where the main configuration changes, it is restarted."""
         host = Host(str(self.tree))
         put(host, "/root/ca.pem", self.ca)
         put(host, "/root/password", f"{PASSWORD}\n")
@@ -86,7 +87,18 @@ class Lab:
         done = perform(host, lambda work: registries.plan_registries(work, spec, self.version))
         self.machine.run(["rm", "-rf", containerd.REGISTRY_DIR])
         self.machine.copy_tree_in(self.tree / str(containerd.REGISTRY_DIR)[1:], str(containerd.REGISTRY_DIR))
+        logins = registries.read_logins(host, spec, self.version)
+        text = containerd.render_config(self.version, containerd.ContainerdOptions(logins=logins))
+        if text.decode() != self.machine.read(str(containerd.CONFIG_PATH)):
+            self.machine.write(str(containerd.CONFIG_PATH), text, 0o600)
+            self.machine.run(["systemctl", "stop", "node-containerd"])
+            self.start()
         return done
+
+    def start(self) -> None:
+        config = str(containerd.CONFIG_PATH)
+        self.machine.run(["systemd-run", "--unit=node-containerd", "/opt/lab/containerd", "--config", config])
+        wait_until("containerd answers", lambda: self.ctr("version", check=False).status == 0, 60)
 
     def ctr(self, *arguments: str, check: bool = True) -> Result:
         return self.machine.run(["/opt/lab/ctr", "-a", SOCKET, "-n", "k8s.io", *arguments], check=check, timeout=60)
@@ -126,12 +138,9 @@ def lab(request: pytest.FixtureRequest, machine: NspawnMachine, demo_image: Imag
     version = found["containerd"].version
     machine.write(str(containerd.CONFIG_PATH), containerd.render_config(version))
     machine.run(["systemd-run", "--unit=registry", "/opt/lab/docker-registry", "serve", "/etc/registry/config.yml"])
-    machine.run(
-        ["systemd-run", "--unit=node-containerd", "/opt/lab/containerd", "--config", str(containerd.CONFIG_PATH)]
-    )
     made = Lab(machine, demo_image, (tmp_path / "ca.pem").read_bytes(), tmp_path / "tree", version)
     made.tree.mkdir()
-    wait_until("containerd answers", lambda: made.ctr("version", check=False).status == 0, 60)
+    made.start()
     archive = tmp_path / "image.tar"
     archive.write_bytes(demo_image.oci_archive())
     machine.copy_in(archive, "/root/image.tar")
@@ -195,3 +204,27 @@ def test_ctr_and_cri_pull_through_what_is_written(lab: Lab) -> None:
     said = lab.log()
     assert PASSWORD not in said
     assert secret not in said
+
+
+def test_credentials_reach_the_token_service_of_a_registry_that_has_one(lab: Lab) -> None:
+    machine, port = lab.machine, 5001
+    machine.copy_in(Path(tokenregistry.__file__), "/opt/lab/tokenregistry.py")
+    script = ["python3", "/opt/lab/tokenregistry.py", str(port), "/etc/registry/server.pem"]
+    user = f"reader:{PASSWORD}"
+    machine.run(["systemd-run", "--unit=tokens", *script, "/etc/registry/server-key.pem", user, "/root/image.tar"])
+    wait_until("it listens", lambda: f":{port} " in machine.run(["ss", "-Hltn"]).stdout, 30)
+    given = mirror(f"https://registry.test:{port}")
+    lab.configure(Registry("docker.io", (given,), upstream=False))
+    client = lab.cri()
+    client.pull(lab.image.reference)
+    assert lab.image.reference in client.images()
+    lab.forget()
+    # ctr of 1.6 and 1.7 sends a header of hosts.toml to the registry alone.
+    told = [] if lab.version >= "2" else ["--user", user]
+    lab.ctr("images", "pull", *told, "--hosts-dir", str(containerd.REGISTRY_DIR), lab.image.reference)
+    lab.forget()
+    lab.configure(Registry("docker.io", (replace(given, username="stranger"),), upstream=False))
+    with pytest.raises(grpc.RpcError):
+        client.pull(lab.image.reference)
+    client.close()
+    assert PASSWORD not in lab.log()

@@ -135,6 +135,17 @@ def test_a_kernel_setting_and_a_rule_that_somebody_takes_away_are_put_back_and_s
     assert len(lines) == 2, lines
 
 
+def test_an_image_of_the_bundle_that_somebody_removes_comes_back_and_is_said(node: MachineNode) -> None:
+    before, digest = cursor(node), node.ctr("images", "list").stdout.partition(IMAGE)[2].split()[1]
+    node.ctr("images", "rm", "--sync", IMAGE)
+    # containerd is asked once a minute at most.
+    wait_until("it is back", lambda: IMAGE in node.ctr("images", "list", "--quiet").lines, 120, pause=1)
+    at_rest(node)
+    assert node.ctr("images", "list").stdout.partition(IMAGE)[2].split()[1] == digest
+    (line,) = said(node, before)
+    assert IMAGE in line and line.endswith(": put right")
+
+
 def test_a_stop_is_no_failure_and_takes_no_unit_along(node: MachineNode) -> None:
     containerd = show(node, "MainPID", CONTAINERD)
     node.machine.run(["systemctl", "stop", SUPERVISOR])

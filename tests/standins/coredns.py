@@ -688,7 +688,9 @@ class Server:
                     exchange((block.hosts[0] or "127.0.0.1", block.ports[0]), query, tcp=False)
                     break
                 except OSError:
-                    time.sleep(2)
+                    # A question that an upstream never answered was no loop (plugin/loop/setup.go, since 1.6).
+                    loop.seen = 0
+                    time.sleep(1)
             time.sleep(2)
             loop.off = True
 

@@ -46,6 +46,8 @@ def test_each_command_explains_itself_and_the_exit_codes(name: str, capsys: pyte
     for code in ExitCode:
         assert re.search(rf"^ +{int(code)} {re.escape(code.meaning)}$", text, re.MULTILINE)
     assert name in text
+    # Words keep their form: Stratum, DNS.
+    assert f"{cli.COMMANDS[name][1][1:]}." in " ".join(text.split())
 
 
 def test_help_names_every_command_and_imports_none(capsys: pytest.CaptureFixture[str]) -> None:

@@ -127,6 +127,46 @@ def test_a_routing_table_that_is_no_table_is_no_traceback(root: Path, work: Work
     assert cni.choose_subnet(work.host) == "10.215.0.0/16"
 
 
+# -- a subnet of the admin's choice -------------------------------------------------------------------------
+
+
+def test_a_subnet_that_is_asked_for_is_taken_and_stays_without_being_asked_for(root: Path, work: Work) -> None:
+    assert cni.choose_subnet(work.host, "10.99.0.0/24") == "10.99.0.0/24"
+    configure(root, cni.render_network("10.99.0.0/24"))
+    routes(root, "10.99.0.0/24", interface="eth1")
+    assert cni.choose_subnet(work.host, "10.99.0.0/24") == "10.99.0.0/24", "it is in force"
+    assert cni.choose_subnet(work.host) == "10.99.0.0/24"
+
+
+def test_a_network_of_the_cluster_is_not_taken(work: Work) -> None:
+    assert cni.choose_subnet(work.host, avoid=("10.215.0.0/17", "fd00::/48")) == "10.216.0.0/16"
+
+
+def test_another_subnet_is_refused_while_containers_have_addresses_of_the_old_one(root: Path, work: Work) -> None:
+    configure(root, cni.render_network("10.215.0.0/16"))
+    cache(root, containerId="ours")
+    with pytest.raises(StratumError) as caught:
+        cni.choose_subnet(work.host, "10.99.0.0/24")
+    assert caught.value.reference == "subnet-in-use"
+    assert "ours" in caught.value.message
+    assert "10.215.0.0/16" in str(caught.value.hint)
+    assert cni.choose_subnet(work.host, "10.215.0.0/16") == "10.215.0.0/16"
+
+
+@pytest.mark.parametrize(
+    ("wanted", "reference"),
+    [("192.0.2.128/25", "subnet-overlaps"), ("fd00::/64", "subnet-invalid"), ("10.0.0.1/8", "subnet-invalid")],
+)
+def test_a_subnet_that_cannot_be_is_refused_with_the_reason(
+    root: Path, work: Work, wanted: str, reference: str
+) -> None:
+    routes(root, "192.0.2.0/24")
+    with pytest.raises(StratumError) as caught:
+        cni.choose_subnet(work.host, wanted)
+    assert caught.value.reference == reference
+    assert wanted in caught.value.message
+
+
 # -- plugins --------------------------------------------------------------------------------------------
 
 

@@ -31,7 +31,7 @@ from stratum.config import (
 )
 from stratum.configchecks import OWNED, check_join
 from stratum.configcodec import field_paths, get_field, set_field, spec_from_json, spec_to_json
-from stratum.configfile import ConfigFile, parse_config, read_config
+from stratum.configfile import ConfigFile, parse_config, read_config, read_given_file
 from stratum.configvalues import parse_address, parse_network, why_no_network, why_no_url
 from stratum.errors import ExitCode, UsageError
 from stratum.host.profiles import PROFILES
@@ -351,9 +351,12 @@ def test_what_is_no_file_is_refused_at_once(host: Host, tmp_path: Path) -> None:
         "  kubelet: {launchCheck: [allow]}\n": "launchCheck[0]: 'allow' must be an absolute path",
         "  profile: cis\n  kubelet:\n    config: {protectKernelDefaults: false}\n": "n.yaml:6: spec.kubelet.config.",
         "  kubelet: {config: {authentication: {x509: {}}}}\n": "authentication.x509: is Stratum's to set on a stand",
-        "  containerd: {registries: [{name: 'https://docker.io'}]}\n": "registries[0].name: 'https://docker.io' is no",
-        "  containerd: {registries: [{name: 'r:70000'}]}\n": "is no registry",
-        "  containerd: {registries: [{name: r}, {name: r, upstream: false}]}\n": "registries[1].name: r stands twice",
+        "  containerd: {registries: [{name: 'https://r', mirrors: [{url: 'https://m'}]}]}\n": "name: 'https://r' is no",
+        "  containerd: {registries: [{name: 'r:70000', mirrors: [{url: 'https://m'}]}]}\n": "is no registry",
+        "  containerd:\n    registries:\n" + 2 * "    - {name: r, mirrors: [{url: 'https://m'}]}\n": "r stands twice",
+        "  containerd: {registries: [{name: r}]}\n": "registries[0]: has no mirrors",
+        "  containerd: {registries: [{name: r, upstream: false}]}\n": "registries[0]: has no mirrors",
+        "  containerd: {registries: [{name: r, mirrors: [{url: 'http://m'}, {url: 'http://m'}]}]}\n": "url: stands tw",
         "  containerd: {registries: [{name: r, mirrors: [{url: m}]}]}\n": "mirrors[0].url: must be a URL that starts",
         "  containerd: {registries: [{name: r, mirrors: [{url: 'https://u:p@m'}]}]}\n": "no user name or password",
         "  containerd: {registries: [{name: r, mirrors: [{url: 'https://m', username: u}]}]}\n": "passwordFile is mis",
@@ -366,6 +369,9 @@ def test_what_is_no_file_is_refused_at_once(host: Host, tmp_path: Path) -> None:
         "  localDNS: {address: 10.1.2.3}\n  network: {nodeIP: 10.1.2.3}\n": "is the node's own address",
         "  localDNS: {upstream: [169.254.20.10]}\n": "169.254.20.10 is LocalDNS itself",
         "  localDNS: {upstream: [dns.example]}\n": "'dns.example' is no address",
+        "  localDNS: {upstream: [127.0.0.53]}\n": "127.0.0.53 is this host itself",
+        "  localDNS: {upstream: ['[::1]:53']}\n": "[::1]:53 is this host itself",
+        "  localDNS: {upstream: [0.0.0.0]}\n": "0.0.0.0 is this host itself",
         "  gpu: {nvidia: yes}\n": "gpu.nvidia: 'yes' is not known (known: auto, on, off)",
     }.items(),
 )
@@ -449,7 +455,10 @@ def test_a_worker_needs_server_ca_and_credential_until_it_has_them() -> None:
     ("body", "why"),
     {
         "  proxy: {noProxy: [a]}\n": "spec.proxy.noProxy: has no effect without proxy.http",
-        "  containerd: {registries: [{name: r}]}\n": "registries[0]: has no effect",
+        "  localDNS: {upstream: [192.0.2.53]}\n": "spec.localDNS: has no effect without localDNS.enabled",
+        "  localDNS: {enabled: false, upstream: ['127.0.0.1:5353']}\n": "spec.localDNS: has no effect",
+        "  kubelet: {labels: {a: b}}\n": "spec.kubelet.labels: has no effect: a standalone node registers nowhere",
+        "  kubelet: {taints: [{key: a}]}\n": "spec.kubelet.taints: has no effect: a standalone node registers nowhere",
         "  containerd: {registries: [{name: r, mirrors: [{url: 'http://m', skipVerify: true}]}]}\n": "URL is http://",
         WORKER + "  network: {bridgeSubnet: 172.30.0.0/24}\n": "has no effect: a worker has the bridge network only",
     }.items(),
@@ -457,6 +466,21 @@ def test_a_worker_needs_server_ca_and_credential_until_it_has_them() -> None:
 def test_what_is_legal_but_odd_is_only_said(body: str, why: str) -> None:
     (found,) = problems(body)
     assert found.startswith("odd: n.yaml:") and why in found
+
+
+def test_a_file_that_this_user_may_not_read_is_roots_to_read(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    def refuse(path: str) -> os.stat_result:
+        raise PermissionError(13, "Permission denied", path)
+
+    name = str(tmp_path / "token")
+    with pytest.raises(UsageError) as caught:
+        read_given_file(name, "config-invalid")
+    assert caught.value.hint == f"put {name} there, or name another file"
+    monkeypatch.setattr("stratum.configfile.os.stat", refuse)
+    with pytest.raises(UsageError) as caught:
+        read_given_file(name, "config-invalid")
+    assert caught.value.message == f"{name}: cannot be read: Permission denied"
+    assert caught.value.hint == f"run as root, or as who may read {name}"
 
 
 def test_a_url_with_a_password_is_not_repeated_in_an_error() -> None:

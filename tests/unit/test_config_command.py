@@ -80,6 +80,21 @@ def test_what_is_only_odd_is_a_warning_and_the_file_valid(desk: Desk, host: Host
     assert ran.status == ExitCode.DONE and ": warning: has no effect" in ran.text and ran.text.endswith(": valid\n")
 
 
+def test_what_no_kubelet_takes_is_found_without_knowing_which_it_will_be(desk: Desk, host: Host) -> None:
+    def said(fields: str) -> list[str]:
+        name = write(host, f"  kubelet:\n    config: {{{fields}}}\n")
+        lines = desk.run(host, "config", "check", name).text.splitlines()
+        return [line[len(name) :] for line in lines if line.startswith(name)]
+
+    assert said("maxPods: many") == [":5: spec.kubelet.config.maxPods: must be a whole number"]
+    (odd,) = said("maxpods: 5")
+    assert odd.startswith(":5: spec.kubelet.config.maxpods: warning: not a field that Stratum knows of any kubelet")
+    assert "did you mean maxPods?" in odd
+    (owned,) = said("cgroupDriver: cgroupfs")
+    assert "is Stratum's to set" in owned
+    assert said("maxPods: 5, memorySwap: {swapBehavior: NoSwap}, authentication: {webhook: {cacheTTL: 2m}}") == []
+
+
 @pytest.mark.parametrize("body", ["  rol: worker\n", "  role: [\n", f"  cluster: {{token: [{TOKEN}]}}\n"])
 def test_what_cannot_be_read_is_one_line(desk: Desk, host: Host, body: str) -> None:
     name = write(host, body)

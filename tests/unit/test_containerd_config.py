@@ -7,10 +7,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from stratum.errors import BundleError, CommandError, StratumError
 from stratum.node import containerd
-from stratum.node.containerd import Ctr, ImageState, Task, config_version, render_config
+from stratum.node.containerd import Ctr, ImageState, Task, config_version, quote_toml, render_config
+from stratum.node.criimages import find_sandbox_image
 from stratum.system import Completed, HostPath, command_failure
 from tests.fakes import MachineHost, make_tree
 
@@ -84,6 +87,16 @@ def test_cri_is_on_and_uses_systemds_cgroups(release: str, plugin: str) -> None:
 def test_the_socket_of_nri_is_our_own_where_there_is_one(release: str) -> None:
     nri = parsed(release)["plugins"].get("io.containerd.nri.v1.nri", {})
     assert release < "2" or nri["socket_path"].startswith("/run/stratum/")
+
+
+@given(st.text(st.characters(exclude_categories=("Cs",))))
+def test_any_text_is_read_back_as_it_was(text: str) -> None:
+    assert tomllib.loads(f"x = {quote_toml(text)}") == {"x": text}
+
+
+@given(st.text())
+def test_any_names_hold_a_sandbox_or_none(name: str) -> None:
+    assert find_sandbox_image([name]) in (name, None)
 
 
 def test_the_socket_has_a_name_that_fits_into_an_address() -> None:

@@ -12,6 +12,9 @@ from hypothesis import strategies as st
 from stratum.bundle.definition import Definition, parse_definition
 from stratum.bundle.oci import Platform
 from stratum.errors import ExitCode, UsageError
+from stratum.node.containerd import config_version
+from stratum.node.criimages import find_sandbox_image
+from stratum.node.kubeletfields import OLDEST, parse_release
 
 AMD64, ARM64 = Platform("linux", "amd64"), Platform("linux", "arm64")
 BUNDLES = Path(__file__).resolve().parents[2] / "bundles"
@@ -89,7 +92,13 @@ def test_the_shipped_definitions_are_sound(path: Path) -> None:
                 )
                 assert source.for_platform(AMD64).location != source.for_platform(ARM64).location
     if "kubelet" in names:
+        versions = {item.name: item.version for item in found.components}
         assert {"kubectl", "crictl", "coredns"} <= names
+        assert parse_release(versions["kubelet"]) >= OLDEST and config_version(versions["containerd"]) in (2, 3)
+        assert find_sandbox_image([image.name for image in found.images]) is not None
+        programs = {rule.target for item in found.components for _, rules in item.parts for rule in rules}
+        # Where the units look for them.
+        assert {"bin/kubelet", "cni/bin/"} <= programs
 
 
 def test_there_is_a_definition_for_a_host_and_for_a_node() -> None:

@@ -10,12 +10,13 @@ import pytest
 
 from stratum.errors import BundleError, ExitCode, StratumError
 from stratum.node import containerd
-from stratum.node.containerd import MANAGED_LABEL, PINNED_LABEL, find_sandbox_image, image_labels
+from stratum.node.criimages import MANAGED_LABEL, PINNED_LABEL, find_sandbox_image, image_labels
 from stratum.node.layout import Layout
 from stratum.node.stack import Stack
+from stratum.node.units import UNIT_KUBELET
 from stratum.node.versions import VersionRecord, read_record
 from stratum.output import Output
-from stratum.scripts import images
+from stratum.scripts import images, supervise
 from stratum.scripts.context import Context
 from tests.fakes import Desk, MachineHost
 from tests.unit import test_prerequisites, test_watch
@@ -276,3 +277,18 @@ def test_a_first_up_that_is_repeated_has_nothing_to_do(desk: Desk, kubernetes: N
     assert desk.up(kubernetes, bundle).status == ExitCode.DONE
     assert not [line for line in kubernetes.commands if "import" in line or "label" in line]
     assert kubernetes.active(CONTAINERD)
+
+
+def test_a_boot_imports_only_what_is_not_there_and_before_the_kubelet_starts(kubernetes: NodeHost) -> None:
+    def booted() -> list[str]:
+        for unit in (UNIT_KUBELET, CONTAINERD):
+            kubernetes.run(["systemctl", "stop", unit], timeout=60)
+        kubernetes.commands.clear()
+        context = Context(kubernetes, Output(stdout=io.StringIO(), stderr=io.StringIO()))
+        supervise.bring_up(context, Stack(Layout(kubernetes)))
+        lines = [line for line in kubernetes.commands if "systemctl start " in line or " images import " in line]
+        return ["import" if " import " in line else line.split()[-1] for line in lines]
+
+    assert booted() == [CONTAINERD, UNIT_KUBELET]
+    del kubernetes.images[DEMO]
+    assert booted() == [CONTAINERD, "import", UNIT_KUBELET]

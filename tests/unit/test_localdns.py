@@ -233,8 +233,8 @@ def test_a_node_that_goes_on_without_it_loses_its_files_and_its_network(host: Tr
     host.programs = {"systemctl": lambda _: 0}
     perform(host, lambda work: script.plan_configuration(work, settings()))
     done = perform(host, script.plan_withdrawal)
-    files = [f"remove {localdnsnet.UNIT_PATH}", f"remove {COREFILE}"]
-    assert done == [f"stop {localdnsnet.UNIT}", *files, "run systemctl daemon-reload"]
+    removed = [f"stop {localdnsnet.UNIT}", f"remove {localdnsnet.UNIT_PATH}", f"remove {COREFILE}"]
+    assert done == [*removed, "run systemctl daemon-reload"]
     assert not host.exists(COREFILE) and not host.exists(localdnsnet.UNIT_PATH)
     work = work_on(host)
     assert work.receipt.get(localdns.COREFILE) is None

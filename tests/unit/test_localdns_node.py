@@ -218,7 +218,8 @@ def test_an_upstream_that_is_the_host_itself_is_refused_before_anything_is_writt
     path.write_text(f"{CONFIG}    upstream: [127.0.0.53]\n")
     with pytest.raises(StratumError) as caught:
         desk.up(host, bundle(desk))
-    assert caught.value.reference == "upstream-dns-loop"
+    assert caught.value.reference == "config-invalid"
+    assert "127.0.0.53 is this host itself" in caught.value.message
     assert not host.lexists("/opt/stratum")
 
 

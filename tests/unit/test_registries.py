@@ -15,8 +15,8 @@ from hypothesis import strategies as st
 
 from stratum.config import Containerd, Mirror, Registry
 from stratum.errors import BundleError, StratumError
-from stratum.node.containerd import REGISTRY_DIR
-from stratum.node.registries import directory_name, plan_registries, render_hosts
+from stratum.node.containerd import CONFIG_PATH, REGISTRY_DIR, ContainerdOptions, plan_configuration, render_config
+from stratum.node.registries import directory_name, plan_registries, read_logins, render_hosts
 from stratum.removal import plan_removal
 from stratum.system import Host
 from tests.unit.hosting import content, perform, put, snapshot, work_on
@@ -146,6 +146,37 @@ def test_no_secret_is_in_a_plan_or_in_the_receipt(host: Host) -> None:
         assert "pass: word" not in text
         assert encoded not in text
         assert "BBBB" not in text
+
+
+@pytest.mark.parametrize(("version", "told"), [("1.6.20", True), ("1.7.24", True), ("2.0.0", False), ("2.1.9", False)])
+def test_old_releases_are_told_of_credentials_in_their_main_configuration_too(
+    host: Host, version: str, told: bool
+) -> None:
+    spec = Containerd((Registry("docker.io", (PLAIN, FULL)), Registry("quay.io", (FULL,))))
+    logins = read_logins(host, spec, version)
+    assert [(login.host, login.username) for login in logins] == ([("mirror.test:5000", "reader")] if told else [])
+    assert "pass: word" not in repr(logins)
+    options = ContainerdOptions(logins=logins)
+    value = tomllib.loads(render_config(version, options).decode())
+    found = value["plugins"].get("io.containerd.grpc.v1.cri", {}).get("registry", {}).get("configs", {})
+    auth = {"auth": {"username": "reader", "password": "pass: word"}}
+    assert found == ({"mirror.test:5000": auth} if told else {})
+    done = perform(host, lambda work: plan_configuration(work, version, options))
+    assert "pass: word" not in "".join(done)
+    mode = stat.S_IMODE(Path(host.root + str(CONFIG_PATH)).stat().st_mode)
+    assert mode == (0o600 if told else 0o644)
+    perform(host, lambda work: plan_configuration(work, version))
+    assert stat.S_IMODE(Path(host.root + str(CONFIG_PATH)).stat().st_mode) == 0o644
+
+
+def test_two_logins_for_one_host_are_more_than_an_old_release_can_know(host: Host) -> None:
+    other = replace(FULL, username="writer")
+    spec = Containerd((Registry("docker.io", (FULL,)), Registry("quay.io", (other,))))
+    with pytest.raises(StratumError) as caught:
+        read_logins(host, spec, "1.7.24")
+    assert caught.value.reference == "registry-mirror"
+    assert "pass: word" not in caught.value.message
+    assert read_logins(host, spec, "2.1.9") == ()
 
 
 def test_a_second_run_changes_nothing_and_a_registry_that_is_no_longer_there_goes(host: Host) -> None:

@@ -7,15 +7,19 @@ from typing import Any
 
 import pytest
 
-from stratum.errors import ExitCode, HostRefusedError
+from stratum.config import Network, NodeSpec
+from stratum.errors import ExitCode, HostRefusedError, StratumError
 from stratum.host.nvidia import CDI_SPEC
 from stratum.node import cni, containerd
 from stratum.node.containerd import FRAGMENT_DIR, REGISTRY_DIR
+from stratum.node.settings import Settings
 from stratum.node.units import SYSTEMD_DIR
+from stratum.scripts.goal import Goal
 from tests.bundles import Entry, Part
 from tests.fakes import Desk, node_publisher
 from tests.unit import test_prerequisites, test_watch
 from tests.unit.hosting import put
+from tests.unit.test_image_steps import record_of
 from tests.unit.test_nvidia import driver, libraries, program, ubuntu
 from tests.unit.test_watch import LivingHost, NodeHost
 
@@ -144,12 +148,19 @@ REGISTRIES = """  containerd:
 def test_registries_come_from_the_configuration_and_need_no_restart(desk: Desk, host: LivingHost) -> None:
     bundle = bundle_of(desk)
     desk.up(host, bundle)
-    put(host, "/root/password", "hidden\n")
-    configure(host, REGISTRIES)
+    configure(
+        host, "".join(line for line in REGISTRIES.splitlines(True) if "reader" not in line and "/root" not in line)
+    )
     host.commands.clear()
-    ran = desk.up(host, bundle)
+    desk.up(host, bundle)
     assert "https://mirror.test" in read(host, REGISTRY_DIR / "docker.io/hosts.toml")
     assert not [line for line in host.commands if "start" in line]
+    # Credentials are in 1.7's main configuration too.
+    put(host, "/root/password", "hidden\n")
+    configure(host, REGISTRIES)
+    ran = desk.up(host, bundle)
+    assert "systemctl restart stratum-containerd.service" in host.commands
+    assert Path(host.root + str(containerd.CONFIG_PATH)).stat().st_mode & 0o777 == 0o600
     assert "hidden" not in ran.text + ran.err.getvalue()
     assert "hidden" not in read(host, "/var/lib/stratum/settings.json")
     desk.run(host, "uninstall")
@@ -179,6 +190,21 @@ def test_fragments_of_the_admins_are_kept_and_named_by_uninstall(desk: Desk, hos
     ran = desk.run(host, "uninstall")
     assert f"{FRAGMENT_DIR}: holds what is not Stratum's: own.toml" in ran.text
     assert read(host, FRAGMENT_DIR / "own.toml") == "version = 2\n"
+
+
+def test_a_fragment_counts_from_the_next_up(desk: Desk, host: LivingHost) -> None:
+    bundle = bundle_of(desk)
+    desk.up(host, bundle)
+    for text in ("version = 2\n", "version = 2\noom_score = -1\n"):
+        put(host, str(FRAGMENT_DIR / "own.toml"), text)
+        host.commands.clear()
+        desk.up(host, bundle)
+        assert "systemctl restart stratum-containerd.service" in host.commands
+    put(host, str(FRAGMENT_DIR / "notes.txt"), "mine")
+    put(host, str(FRAGMENT_DIR / "old.toml/x"), "mine")
+    host.commands.clear()
+    desk.up(host, bundle)
+    assert not [line for line in host.commands if line.startswith("systemctl restart")]
 
 
 @pytest.mark.parametrize(
@@ -231,3 +257,56 @@ def test_a_network_that_the_cluster_wrote_stays(desk: Desk, host: LivingHost) ->
     desk.up(host, bundle_of(desk))
     desk.run(host, "uninstall")
     assert read(host, theirs) == "{}\n"
+
+
+def test_another_subnet_makes_the_bridge_anew_where_nothing_is_attached(desk: Desk, host: LivingHost) -> None:
+    bundle = bundle_of(desk)
+    desk.up(host, bundle)
+    assert cni.subnet_in_force(host) == "10.215.0.0/16"
+    Path(host.root + "/sys/class/net/stratum0/bridge").mkdir(parents=True)
+    configure(host, "  network: {bridgeSubnet: 10.99.0.0/24}\n")
+    assert "10.99.0.0/24" in desk.up(host, bundle, "--dry-run").text
+    assert cni.subnet_in_force(host) == "10.215.0.0/16"
+    desk.up(host, bundle)
+    assert cni.subnet_in_force(host) == "10.99.0.0/24"
+    assert not exists(host, "/sys/class/net/stratum0")
+    assert "10.99.0.0/24" in str(host.chains) and "10.215.0.0/16" not in str(host.chains)
+    host.commands.clear()
+    desk.up(host, bundle)
+    assert not [line for line in host.commands if "link delete" in line]
+
+
+def test_a_bridge_that_is_asked_for_needs_its_plugin(desk: Desk, host: LivingHost) -> None:
+    configure(host, "  network: {bridge: true}\n")
+    publisher = node_publisher()
+    publisher.parts = publisher.parts[:1]
+    with pytest.raises(StratumError) as caught:
+        desk.up(host, desk.bundle(publisher.build(), "no-plugins.tar"))
+    assert caught.value.reference == "no-bridge-plugin"
+
+
+@pytest.mark.parametrize("there", [False, True])
+def test_the_plugin_that_every_pod_needs_is_missed(desk: Desk, node: NodeHost, there: bool) -> None:
+    if there:
+        put(node, str(cni.HOST_BIN_DIR / "loopback"), "#!/bin/sh\n")
+    ran = desk.up(node, bundle_of(desk, kubelet=True))
+    assert ("cni-loopback" in ran.err.getvalue()) != there
+    checked = desk.run(node, "preflight", "--bundle", str(bundle_of(desk, kubelet=True)), "--trust", str(desk.key))
+    assert ("cni-loopback" in checked.text) != there
+
+
+def test_a_worker_has_no_bridge_unless_it_is_asked_for() -> None:
+    record = record_of(PAUSE)
+    for role, asked, plugins, bridged in [
+        ("worker", None, ("bridge",), False),
+        ("worker", True, ("bridge",), True),
+        ("worker", False, ("bridge",), False),
+        ("standalone", None, ("bridge",), True),
+        ("standalone", False, ("bridge",), False),
+        ("standalone", None, ("loopback",), False),
+    ]:
+        spec = NodeSpec(role=role, network=Network(bridge=asked))
+        assert Goal(record, plugins, Settings(spec)).bridged == bridged, (role, asked)
+    # Without a kubelet there is no cluster that would bring a network.
+    container_host = record_of(PAUSE, kubelet=False)
+    assert Goal(container_host, ("bridge",), Settings(NodeSpec(role="worker"))).bridged

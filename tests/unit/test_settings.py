@@ -26,6 +26,7 @@ from stratum.node.versions import VersionRecord
 from stratum.output import Output
 from stratum.scripts import prerequisites
 from stratum.scripts.context import Context
+from stratum.scripts.kubelet import check_kubernetes
 from stratum.scripts.settings import Chosen, find_differing, merge
 from stratum.system import Host, HostPath, PathLike
 from tests.fakes import Desk
@@ -146,6 +147,62 @@ def test_a_wrong_option_and_a_wrong_field_are_named_by_where_they_stand(host: Ku
     assert choose(host, "--cluster-cidr", "10.0.0.0/8")[0].settings.cluster_cidrs == ("10.0.0.0/8",)
 
 
+def test_without_a_file_all_that_is_missing_is_named_and_no_check_of_a_file_advised(host: KubernetesHost) -> None:
+    with pytest.raises(UsageError) as caught:
+        choose(host, "--role", "worker")
+    assert caught.value.message.endswith("API server's URL (and also: cluster.caFile, cluster.tokenFile)")
+
+
+def test_the_file_that_an_option_names_is_the_one_to_check(host: KubernetesHost, tmp_path: Path) -> None:
+    name = tmp_path / "own.yaml"
+    name.write_text(HEAD + "  network:\n    clusterCIDRs: [10.0.0.1/8, x]\n")
+    with pytest.raises(UsageError) as caught:
+        choose(host, "--config", str(name))
+    assert f"see: stratum config check {name})" in caught.value.message
+
+
+@pytest.mark.parametrize("as_option", [True, False])
+def test_a_token_that_others_can_read_is_said(host: KubernetesHost, tmp_path: Path, as_option: bool) -> None:
+    put(host, "/root/ca.crt", CA)
+    put(host, "/root/token", TOKEN)
+    configure(host, JOIN)
+    name = drop_in(host, HostPath("/root/token"))
+    words = ("--token-file", str(name)) if as_option else ()
+    name.chmod(0o640)
+    assert "token: has a token and mode 0640: others can read it" in choose(host, *words)[1]
+    name.chmod(0o600)
+    assert "others can read it" not in choose(host, *words)[1]
+
+
+def test_a_program_that_is_not_there_is_said_before_the_kubelet_waits_for_it(host: KubernetesHost) -> None:
+    def missing() -> list[str]:
+        version = VersionRecord("b", "1.0", 1, "sha256:" + "0" * 64, (("kubelet", "1.34.1", ""),), (), ())
+        context = Context(host, Output(stdout=io.StringIO(), stderr=io.StringIO()))
+        findings = check_kubernetes(context, choose(host)[0].settings, version)
+        return [item.message for item in findings if item.check == "kubelet-program"]
+
+    configure(host, "  kubelet: {launchCheck: [/usr/local/bin/allow, -x]}\n")
+    assert missing() == ["spec.kubelet.launchCheck: /usr/local/bin/allow: no such program"]
+    put(host, "/usr/local/bin/allow", "#!/bin/sh\n")
+    assert missing() == []
+
+
+def test_a_registrys_file_that_is_gone_keeps_no_node_from_booting(
+    desk: Desk, host: KubernetesHost, bundle: Path
+) -> None:
+    mirror = "{url: 'https://m', caFile: /media/usb/ca.crt}"
+    configure(host, f"  containerd: {{registries: [{{name: docker.io, mirrors: [{mirror}]}}]}}\n")
+    put(host, "/media/usb/ca.crt", CA)
+    desk.up(host, bundle)
+    before = quiet(host)
+    drop_in(host, HostPath("/media/usb/ca.crt")).unlink()
+    assert "caFile /media/usb/ca.crt: No such file or directory; the registries stay as they are" in supervised(host)
+    assert {name: value for name, value in before.items() if "certs.d" in name}.items() <= quiet(host).items()
+    # Whoever runs `up` can put it there again.
+    with pytest.raises(StratumError, match="registry-file"):
+        desk.up(host, bundle)
+
+
 def test_a_broken_file_stops_up_upgrade_and_preflight_before_anything_is_written(
     desk: Desk, host: KubernetesHost, bundle: Path
 ) -> None:
@@ -160,8 +217,9 @@ def test_a_broken_file_stops_up_upgrade_and_preflight_before_anything_is_written
         ("preflight", "--bundle", str(bundle), *trust),
         ("preflight",),
     ):
-        with pytest.raises(UsageError, match="unknown field"):
+        with pytest.raises(UsageError, match="unknown field") as caught:
             desk.run(host, *words)
+        assert words[0] != "up" or caught.value.state == "nothing was changed"
     after = quiet(host)
     assert {path for path in after if before.get(path) != after[path]} <= {str(CONFIG_PATH), "/var/lib/stratum/lock"}
 

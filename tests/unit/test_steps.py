@@ -152,6 +152,10 @@ def test_only_missing_directories_are_planned_top_first(work: Work, root: Path) 
         MakeDirectory(HostPath("/etc/a")),
         MakeDirectory(HostPath("/etc/a/b")),
     ]
+    assert plan_directory(work.host, HostPath("/etc/a/b"), 0o700) == [
+        MakeDirectory(HostPath("/etc/a")),
+        MakeDirectory(HostPath("/etc/a/b"), 0o700),
+    ]
     assert plan_directory(work.host, HostPath("/etc")) == []
     (root / "etc/linked").symlink_to("/var/lib")
     assert plan_directory(work.host, HostPath("/etc/linked")) == []
