@@ -31,6 +31,9 @@ _BOOLEAN = "tag:yaml.org,2002:bool"
 _NULL = "tag:yaml.org,2002:null"
 _WHOLE = re.compile(r"-?(0|[1-9][0-9]{0,17})\Z")
 _BROKEN = re.compile(r"-?(0|[1-9][0-9]*)\.[0-9]+([eE][-+]?[0-9]{1,2})?\Z")
+# Bootstrap tokens (Kubernetes, "Authenticating with Bootstrap Tokens"), and what PyYAML repeats of a document.
+_TOKEN = re.compile(r"[a-z0-9]{6}\.[a-z0-9]{16}")
+_REPEATED = re.compile(r"(undefined alias|undefined tag handle|duplicate anchor) '.*'")
 _KINDS = {"MappingNode": "a mapping", "SequenceNode": "a list", "ScalarNode": "a single value"}
 
 
@@ -82,6 +85,9 @@ class YamlNode:
         known = [*required, *optional]
         for name, child in found.items():
             if name not in known:
+                if ":" in name:  # `token:abc` without a space is one word, of which the end may be a secret
+                    place = replace(child.place, path=child.place.path[: child.place.path.index(":") + 1] + "…")
+                    raise place.error("unknown field (a space is missing behind its colon)")
                 near = difflib.get_close_matches(name, known, 1, 0.5)
                 offer = f"did you mean {near[0]}?" if near else f"known: {', '.join(sorted(known))}"
                 raise child.place.error(f"unknown field ({offer})")
@@ -97,7 +103,8 @@ class YamlNode:
         for key, value in self._expect("MappingNode").value:
             # A key that YAML 1.1 takes for a number or a boolean (`on:`) is the text that stands there.
             name = str(key.value) if isinstance(key.value, str) else "?"
-            path = f"{self.place.path}.{name}" if self.place.path else name
+            shown = _TOKEN.sub("(a token)", name)
+            path = f"{self.place.path}.{shown}" if self.place.path else shown
             here = replace(self.place, line=key.start_mark.line + 1, path=path)
             if not isinstance(key.value, str):
                 raise here.error("a key must be a single value")
@@ -202,7 +209,8 @@ def parse_yaml(data: bytes, file: str, *, reference: str = Place.reference) -> Y
     except yaml.MarkedYAMLError as error:
         mark = error.problem_mark or error.context_mark
         line = mark.line + 1 if mark else 1
-        raise replace(start, line=line).error(f"not YAML: {error.problem or error.context}") from None
+        problem = _REPEATED.sub(r"\1", str(error.problem or error.context))
+        raise replace(start, line=line).error(f"not YAML: {problem}") from None
     except yaml.reader.ReaderError as error:
         line = data[: error.position].count(b"\n") + 1 if isinstance(error.position, int) else 1
         raise replace(start, line=line).error(f"not YAML: {error.reason}") from None

@@ -10,10 +10,11 @@ from stratum import lock
 from stratum.errors import BundleNotFoundError, ExitCode, NotInstalledError
 from stratum.node.history import previous_version, read_history
 from stratum.node.layout import Layout
-from stratum.node.settings import read_settings
+from stratum.node.settings import Settings, read_settings
 from stratum.node.stack import Stack
+from stratum.node.versions import VersionRecord
 from stratum.scripts import node as node_script
-from stratum.scripts import switch
+from stratum.scripts import prerequisites, switch
 from stratum.scripts.context import Context, add_dry_run, add_output
 from stratum.scripts.goal import Goal
 from stratum.scripts.recover import recover
@@ -43,6 +44,14 @@ def choose_version(layout: Layout, given: Optional[str]) -> str:
     return found
 
 
+def choose_settings(context: Context, record: VersionRecord) -> Settings:
+    """The settings in force, with the name and the address of a node that never was one. Raises StratumError."""
+    settings = read_settings(context.host)
+    if settings.node_name and settings.node_ip:
+        return settings
+    return prerequisites.address_node(context, prerequisites.name_node(context, settings, record), record)
+
+
 def run(context: Context, arguments: argparse.Namespace) -> int:
     """Go back."""
     dry_run = arguments.dry_run
@@ -59,16 +68,19 @@ def run(context: Context, arguments: argparse.Namespace) -> int:
             raise NotInstalledError("not-installed", f"{layout.current_link}: no version is active")
         target = target_of_version(layout, choose_version(layout, arguments.version))
         record = target.record
-        goal = Goal(record, target.plugins, read_settings(context.host))
+        goal = Goal(record, target.plugins, choose_settings(context, record))
         outcome = Outcome()
         if record.version != current:
             check_units(context)
             check = Step("check", "see that its programs run", lambda: switch.plan_check(work, layout, record.version))
             repair = Step("version", "link the version's files", lambda: node_script.plan_version(work, layout, record))
-            outcome = perform(context, work, "prepare", [repair, check], dry_run=dry_run, target=record.version)
+            # Of a version that never ran, or not since the host was given back what a node takes.
+            host = prerequisites.prerequisite_steps(context, work, goal.settings, record, bridged=goal.bridged)
+            steps = [repair, *host, check]
+            outcome = perform(context, work, "prepare", steps, dry_run=dry_run, target=record.version)
             if dry_run:
-                steps = switch.switch_plan(context, work, stack, goal)
-                outcome.performed += run_steps(work, steps, dry_run=True, on_step=announce(context, True)).performed
+                switching = switch.switch_plan(context, work, stack, goal)
+                outcome.performed += run_steps(work, switching, dry_run=True, on_step=announce(context, True)).performed
             else:
                 outcome.performed += switch.switch_version(context, work, stack, goal, name="rollback")
     report(context, "rollback", outcome, dry_run=dry_run, more={"from": current, "to": record.version})

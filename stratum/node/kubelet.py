@@ -43,6 +43,7 @@ from stratum.trust import certificates
 __all__ = [
     "ADMIN_CERTIFICATE",
     "ADMIN_KEY",
+    "BOOTSTRAP",
     "CLIENT_CERTIFICATE",
     "Join",
     "KubeletFacts",

@@ -12,6 +12,7 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Callable, Optional
 
+from stratum.config import WORKER
 from stratum.errors import HostRefusedError
 from stratum.host import firewalld, forwarding, hostports, localdnsnet, masquerade, rulesets, swap, sysctls
 from stratum.host.addresses import read_network
@@ -19,15 +20,18 @@ from stratum.host.finding import Finding
 from stratum.host.network import interface_exists
 from stratum.host.nodeip import check_pinned
 from stratum.host.profiles import find_profile
-from stratum.node import cni, containerd
+from stratum.node import cni, containerd, kubelet
 from stratum.node.settings import Settings, read_settings
 from stratum.node.stack import Stack
 from stratum.node.stackspec import is_kubernetes_node, serves_dns
+from stratum.node.units import KUBELET_CONFIG
 from stratum.node.versions import VersionRecord, read_record
+from stratum.receipt import Condition
 from stratum.scripts import images, localdns
 from stratum.scripts.context import Context
 from stratum.scripts.prerequisites import base_sysctls
 from stratum.scripts.run import load_work
+from stratum.system import Host, HostPath
 
 __all__ = ["Drift", "Trouble"]
 
@@ -36,6 +40,7 @@ _FIREWALL_EVERY = 30.0  # at most: where many containers start and end, the rule
 _IMAGES_EVERY = 60.0  # at most: the database changes with each container too
 _FIREWALL_BLIND = 300.0  # where the kernel does not say that rules have changed
 
+_FILES = (KUBELET_CONFIG, containerd.CONFIG_PATH)
 _AGAIN = "find out who takes it away, then run: stratum up"
 
 
@@ -76,7 +81,7 @@ class Drift:
         settings = read_settings(self.context.host)
         troubles = list(self._sysctls(settings, record))
         if is_kubernetes_node(record):
-            troubles += [*self._swap(), *self._address(settings)]
+            troubles += [*self._swap(), *self._address(settings), *self._files(settings)]
         bridged, dns = cni.subnet_in_force(self.context.host) is not None, serves_dns(record, settings)
         if bridged:
             troubles += self._forwarding(record)
@@ -123,6 +128,25 @@ class Drift:
         again = "find out who removes it; on a full disk the kubelet does"
         self._found["images"] = (None, [Trouble(what.format(name), again, ours=True) for name in missing])
         return self._found["images"][1]
+
+    # -- files of the node --------------------------------------------------------------------------
+
+    def _files(self, settings: Settings) -> list[Trouble]:
+        """Configuration that somebody changed or took away, and a token that a join has no use for any more."""
+        host = self.context.host
+
+        def explain() -> list[Trouble]:
+            work = load_work(self.context)
+            conditions = {entry.path: work.receipt.condition(entry) for entry in map(work.receipt.get, _FILES) if entry}
+            left = [Trouble("the token that the node joined with is still on the disk", ours=True)]
+            words = {Condition.CHANGED: "it was changed", Condition.MISSING: "it is gone"}
+            return [
+                *(Trouble(f"{path}: {words[how]}", ours=True) for path, how in conditions.items() if how in words),
+                *(left if settings.spec.role == WORKER and kubelet.plan_finish_join(work, settings) else ()),
+            ]
+
+        watched = (*_FILES, kubelet.BOOTSTRAP, kubelet.CLIENT_CERTIFICATE)
+        return self._unless_same("files", [_stamp(host, path) for path in watched], explain)
 
     # -- settings of the kernel ---------------------------------------------------------------------
 
@@ -204,6 +228,15 @@ class Drift:
             return []
         what = f"published ports are dead, their rules were taken out of the firewall: container {', '.join(names)}"
         return [Trouble(what, "stop, delete and start it again; firewall-cmd --reload takes such rules away")]
+
+
+def _stamp(host: Host, path: HostPath) -> Optional[tuple[int, int, int]]:
+    """What tells a file from the one that it was; None when there is none."""
+    try:
+        info = host.stat(path)
+    except (FileNotFoundError, NotADirectoryError):
+        return None
+    return info.st_ino, info.st_size, info.st_mtime_ns
 
 
 def _ours(findings: Sequence[Finding]) -> list[Trouble]:

@@ -8,6 +8,7 @@ from typing import NoReturn
 from stratum import lock
 from stratum.errors import NotInstalledError, StratumError, system_error
 from stratum.host.notify import extend_start, notify, watchdog_of
+from stratum.node.kubeletconfig import BOOTSTRAP
 from stratum.node.layout import Layout
 from stratum.node.settings import read_settings
 from stratum.node.stack import Stack
@@ -45,7 +46,7 @@ def _host_steps(context: Context, work: Work, stack: Stack, goal: Goal, *, unfin
     """
     settings, record = goal.settings, goal.record
     steps = prerequisites.prerequisite_steps(context, work, settings, record, bridged=goal.bridged)
-    if is_kubernetes_node(record) or goal.serves_dns or unfinished:
+    if is_kubernetes_node(record) or goal.serves_dns or unfinished or context.host.lexists(BOOTSTRAP):
         # It depends on what changes under a node: resolvers, dates of certificates, a join that is complete by now.
         # A file that the configuration names for a registry may be on a stick that is gone by now.
         configure = functools.partial(node_script.plan_configuration, work, goal, context.out.warn)

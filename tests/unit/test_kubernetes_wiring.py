@@ -4,24 +4,38 @@ from __future__ import annotations
 
 import base64
 import datetime
+import io
 import json
+import traceback
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, Callable
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from stratum.errors import UsageError
+from stratum.host.notify import Watchdog
 from stratum.node import kubelet, kubeletconfig
-from stratum.node.settings import SETTINGS_PATH
+from stratum.node.containerd import CONFIG_PATH, DATABASE
+from stratum.node.layout import Layout
+from stratum.node.localdns import COREFILE
+from stratum.node.settings import SETTINGS_PATH, read_settings
+from stratum.node.stack import STARTED, Stack
 from stratum.node.units import (
+    KUBELET_CONFIG,
     UNIT_CONTAINERD,
     UNIT_KUBELET,
     UNIT_KUBELET_LAUNCH_CHECK,
     UNIT_LOCALDNS,
     UNIT_LOCALDNS_NETWORK,
 )
+from stratum.output import Output
+from stratum.receipt import Entry, Receipt
+from stratum.scripts import supervise
+from stratum.scripts.context import Context
+from stratum.scripts.watch import Watch
 from stratum.trust import certificates
 from stratum.trust.validity import valid_until
 from tests.fakes import Killed
@@ -368,3 +382,238 @@ def test_what_is_no_certificate_has_no_end(data: bytes) -> None:
     for pem in (data, armoured, b"-----BEGIN CERTIFICATE-----" + data + b"-----END CERTIFICATE-----"):
         with pytest.raises(ValueError):
             valid_until(pem)
+
+
+# -- the supervisor -------------------------------------------------------------------------------------------
+
+
+def watch_of(machine: NodeMachine) -> tuple[Watch, io.StringIO]:
+    said = io.StringIO()
+    context, stack = Context(machine, Output(stdout=io.StringIO(), stderr=said)), Stack(Layout(machine))
+    bring_up, put_right = supervise.bring_up, supervise.put_right
+    watch = Watch(
+        context, stack, lambda: bring_up(context, stack), lambda: put_right(context, stack), Watchdog(machine)
+    )
+    for _ in range(3):
+        watch.look()
+        machine.clock += 400
+    return watch, said
+
+
+def change(machine: NodeMachine, path: object) -> None:
+    Path(machine.root + str(path)).write_text("somebody else's\n")
+
+
+def remove(machine: NodeMachine, path: object) -> None:
+    Path(machine.root + str(path)).unlink()
+
+
+def leave_token(machine: NodeMachine, _: object) -> None:
+    path = Path(machine.root + str(kubeletconfig.BOOTSTRAP))
+    path.write_text(TOKEN)
+    path.chmod(0o600)
+
+
+def lose_link(machine: NodeMachine, _: object) -> None:
+    machine.links.clear()
+    Path(machine.root, "sys/class/net/stratum-dns0").rmdir()
+
+
+def kill_kubelet(machine: NodeMachine, _: object) -> None:
+    machine.running.pop(UNIT_KUBELET)
+    machine.units[UNIT_KUBELET].active = "inactive"
+
+
+@pytest.mark.parametrize(
+    ("state", "happens", "path", "words"),
+    [
+        ("old", change, KUBELET_CONFIG, f"{KUBELET_CONFIG}: it was changed: put right"),
+        ("old", remove, KUBELET_CONFIG, f"{KUBELET_CONFIG}: it is gone: put right"),
+        ("old", change, CONFIG_PATH, f"{CONFIG_PATH}: it was changed: put right"),
+        ("old", change, COREFILE, f"{COREFILE}: it was changed: put right"),
+        ("old", remove, COREFILE, f"{COREFILE}: it is gone: put right"),
+        ("old", lose_link, "", "not in force for LocalDNS: stratum-dns0: put right"),
+        ("worker", leave_token, "", "the token that the node joined with is still on the disk: put right"),
+        ("changed", kill_kubelet, "", f"{UNIT_KUBELET} was down and has been started again"),
+    ],
+)
+def test_the_supervisor_puts_right_what_came_undone_on_a_node(
+    lab: Lab, state: str, happens: Callable[[NodeMachine, object], None], path: object, words: str
+) -> None:
+    with node(lab, state) as machine:
+        watch, said = watch_of(machine)
+        before = files_of(machine)
+        happens(machine, path)
+        for _ in range(4):
+            watch.look()
+            machine.clock += 60
+        assert words in said.getvalue()
+        assert different(machine, before) == set()
+        assert not machine.exists(kubeletconfig.BOOTSTRAP)
+        assert check_node(machine, "1.0")
+
+
+def test_a_kubelet_whose_launch_check_refused_is_left_alone_and_starts_once_it_agrees(lab: Lab) -> None:
+    with node(lab, "changed") as machine:
+        watch, said = watch_of(machine)
+        kill_kubelet(machine, "")
+        machine.verdict, machine.units[UNIT_KUBELET_LAUNCH_CHECK].active = 78, "failed"
+        machine.commands.clear()
+        watch.look()
+        assert "refused this node for good" in said.getvalue() and restarted(machine) == set()
+        machine.verdict, machine.units[UNIT_KUBELET_LAUNCH_CHECK].active = 0, "inactive"
+        watch.look()
+        assert check_node(machine, "1.0")
+
+
+def test_a_token_that_a_crash_left_on_the_disk_goes_at_the_next_start(lab: Lab) -> None:
+    for state in ("worker", "old", "host"):
+        with node(lab, state) as machine:
+            Path(machine.root, "etc/stratum/kubelet").mkdir(exist_ok=True, parents=True)
+            leave_token(machine, "")
+            Receipt.load(machine).record(Entry(kubeletconfig.BOOTSTRAP, "file", ("sha256:0",)))
+            assert boot(lab, machine)
+            assert not machine.exists(kubeletconfig.BOOTSTRAP), state
+
+
+def test_images_that_vanish_from_a_node_are_imported_again(lab: Lab) -> None:
+    with node(lab, "old") as machine:
+        watch, _ = watch_of(machine)
+        database = Path(machine.root + str(DATABASE))
+        database.parent.mkdir(parents=True, exist_ok=True)
+        database.write_text("one")
+        watch.look()
+        machine.images.clear()
+        database.write_text("other")
+        for _ in range(3):
+            machine.clock += 100
+            watch.look()
+        assert "example.test/demo:1.0" in machine.images
+
+
+# -- secrets --------------------------------------------------------------------------------------------------
+
+WORD = TOKEN.replace(".", "")
+MALFORMED = [
+    f"  cluster: {{server: 'https://x', token:{TOKEN}}}\n",
+    "  cluster: {server: 'https://x', token:hunter2}\n",
+    f"  cluster:\n    server: https://x\n    token {TOKEN}\n",
+    f"  cluster:\n    token: [{TOKEN}]\n",
+    f"  cluster:\n    token: {{{TOKEN}: x}}\n",
+    f"  cluster:\n    token: {TOKEN} x\n",
+    f"  cluster:\n    token: {TOKEN}\u00e9\n",
+    f"  cluster:\n    token: '{TOKEN}\n",
+    f"  cluster:\n    token: *{WORD}\n",
+    f"  cluster:\n    token: !a{WORD}!b x\n",
+    f"  cluster:\n    a: &{WORD} x\n    token: &{WORD} x\n",
+    f"  cluster:\n    token:{TOKEN}\n",
+    f"  cluster:\n    token:{TOKEN}: \n",
+    f"  cluster:\n    ? {TOKEN}\n",
+]
+
+
+@pytest.mark.parametrize("body", MALFORMED)
+def test_a_malformed_token_is_quoted_in_no_error_and_no_traceback(lab: Lab, body: str) -> None:
+    with node(lab, "bare") as machine:
+        machine.configure(body)
+        with pytest.raises(UsageError) as caught:
+            lab.desk.up(machine, lab.desk.directory / "old.tar")
+        said = "".join(traceback.format_exception(caught.type, caught.value, caught.tb)) + (caught.value.hint or "")
+        assert not any(secret in said for secret in (TOKEN, WORD, TOKEN.split(".")[1], "hunter2"))
+        assert not any(secret in caught.value.message for secret in (TOKEN, WORD, "hunter2"))
+
+
+def test_records_that_others_can_read_have_no_secret_and_no_digest_of_one(lab: Lab) -> None:
+    with node(lab, "bare") as machine:
+        machine.configure(worker(more="  proxy: {https: 'http://user:hunter2@192.0.2.80:3128'}\n"))
+        machine.refused = True
+        assert lab.ask(machine, "up", "--bundle", "old.tar").status != 0
+        machine.refused = False
+        assert lab.ask(machine, "up", "--bundle", "old.tar").status == 0
+        assert Path(machine.root + str(STARTED)).stat().st_mode & 0o077 == 0
+        for path in Path(machine.root).rglob("*"):
+            if path.is_file() and not path.is_symlink() and path.stat().st_mode & 0o077:
+                data = path.read_bytes()
+                assert not any(secret in data for secret in (b"hunter2", TOKEN.split(".")[1].encode())), path
+        assert "hunter2" not in "\n".join(machine.commands)
+
+
+# -- others' files --------------------------------------------------------------------------------------------
+
+FOREIGN = (
+    "/var/lib/kubelet/theirs",
+    "/opt/cni/bin/calico",
+    "/etc/cni/net.d/05-theirs.conflist",
+    "/etc/stratum/containerd/conf.d/theirs.toml",
+    "/etc/stratum/containerd/certs.d/theirs.example.test/hosts.toml",
+    "/etc/stratum/kubelet/manifests/theirs.yaml",
+    f"/etc/systemd/system/{UNIT_KUBELET}.d/90-theirs.conf",
+)
+NAMED = {
+    "/opt/cni/bin", "/etc/cni/net.d", "/etc/stratum/containerd/conf.d", "/etc/stratum/kubelet/manifests",
+    f"/etc/systemd/system/{UNIT_KUBELET}.d",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("state", ["changed", "worker"])
+def test_files_of_others_in_our_directories_stay_and_are_named(lab: Lab, state: str) -> None:
+    with node(lab, "bare") as machine:
+        theirs = Path(machine.root + FOREIGN[0])
+        theirs.parent.mkdir(parents=True)
+        theirs.write_text("theirs\n")
+        machine.configure(OTHER_SETTINGS if state == "changed" else worker(more=DNS))
+        assert lab.ask(machine, "up", "--bundle", "old.tar").status == 0
+        for name in FOREIGN[1:]:
+            path = Path(machine.root + name)
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_text("[Service]\n" if name.endswith(".conf") else "# theirs\n")
+        answer = lab.ask(machine, "uninstall", "--output", "json")
+        assert answer.status == 0, answer
+        assert {item["path"] for item in json.loads(answer.text)["left"]} >= NAMED
+        left = {name for name in tree_of(Path(machine.root)) if name not in lab.original}
+        kept = {name for name in left if Path(machine.root + name).is_file()}
+        assert kept == {*FOREIGN, "/etc/stratum/stratum.yaml"}
+
+
+# -- other ways -----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("state", "body"), [("old", worker(more=DNS)), ("worker", DNS)])
+def test_an_upgrade_does_not_change_the_cluster_of_a_node_which_could_not_go_back(
+    lab: Lab, state: str, body: str
+) -> None:
+    with node(lab, state) as machine:
+        before = files_of(machine)
+        machine.configure(body)
+        answer = lab.ask(machine, "upgrade", "--bundle", "new.tar")
+        assert (answer.status, answer.error and answer.error.reference) == (2, "other-cluster")
+        assert different(machine, before) == set()
+        assert lab.ask(machine, "up").status == 0
+        assert lab.ask(machine, "upgrade", "--bundle", "new.tar").status == 0
+        assert check_node(machine, "2.0")
+
+
+def test_a_rollback_to_a_node_that_never_ran_gives_it_a_name_and_an_address(lab: Lab) -> None:
+    with node(lab, "host") as machine:
+        assert lab.ask(machine, "upgrade", "--bundle", "new.tar", "--prepare-only").status == 0
+        assert lab.ask(machine, "rollback", "2.0").status == 0
+        settings = read_settings(machine)
+        assert (settings.node_name, settings.node_ip) == ("node", "192.0.2.10")
+        assert check_node(machine, "2.0")
+        leave(lab, machine)
+
+
+def test_a_way_back_that_lacks_one_part_does_all_the_others(lab: Lab) -> None:
+    with node(lab, "worker") as machine:
+        before = files_of(machine)
+        machine.configure(worker("", more=OTHER_SETTINGS))
+        machine.hooks[f"systemctl start {UNIT_KUBELET}"] = lambda: Path(
+            machine.real(kubelet.CLIENT_CERTIFICATE)
+        ).unlink(missing_ok=True)
+        answer = lab.ask(machine, "upgrade", "--bundle", "bad.tar")
+        assert answer.status in (20, 21), answer
+        changed = {path for path in different(machine, before) if not machine.is_dir(path)}
+        assert changed - {str(kubelet.CLIENT_CERTIFICATE), "/var/lib/stratum/settings.earlier.json"} <= {
+            path for path in changed if path.startswith(PREPARED)
+        }
+        assert Layout(machine).current() == "1.0"
