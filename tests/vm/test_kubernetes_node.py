@@ -89,6 +89,8 @@ print(channel.getresponse().status)
 """
 # What stays of a node in the kernel until the next boot.
 LEFT = (
+    ("files", r"/srv/api/.*", "the API server's own"),
+    ("files", r"/run/systemd/dynamic-uid(/.*)?", "systemd keeps it once a unit had a dynamic user"),
     ("units", r"network-online\.target.*", "a target that was reached stays so until the next boot"),
     ("forwarding", r"/proc/sys/net/bridge/.*", "a module that was loaded stays until the next boot"),
     ("forwarding", r".*", "a value that a drop-in of ours set at boot stays until the next one"),
@@ -211,6 +213,7 @@ def test_a_worker_joins_keeps_its_place_through_a_reboot_and_leaves_no_trace(nod
     wait_until("the pod runs again", lambda: running(node) == 2, 240, pause=2)
     assert stratum(node, "up")["steps"] == []
 
+    node.run(["systemctl", "enable", "--now", "lab-api"])
     check_uninstall(node, before)
 
 
