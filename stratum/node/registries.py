@@ -279,6 +279,8 @@ def _will_be_empty(host: Host, path: HostPath, gone: Sequence[HostPath]) -> bool
 def _forget_empty(work: Work, path: HostPath) -> None:
     RemoveDirectory(path).perform(work)
     if not work.host.lexists(path):
+        # On the disk before its record goes: a power cut must not bring it back without one.
+        work.host.fsync_dir(path.parent)
         work.receipt.forget(path)
 
 
