@@ -61,6 +61,7 @@ WantedBy=multi-user.target
 
 # A module stays loaded until the next boot, and shows its controls.
 LEFT = (
+    ("units", r"network-online\.target.*", "a target that was reached stays so until the next boot"),
     ("forwarding", r"/proc/sys/net/bridge/.*", "a module that was loaded stays until the next boot"),
     (
         "cgroups",
