@@ -15,6 +15,7 @@ from typing import BinaryIO
 
 from stratum import systemd
 from stratum.errors import CommandError, StratumError
+from stratum.host.finding import REJECT, Finding
 from stratum.host.network import interface_exists
 from stratum.host.program import program_argv
 from stratum.steps import Action, Call, Work, plan_file
@@ -25,6 +26,7 @@ __all__ = [
     "UNIT",
     "UNIT_PATH",
     "check_address",
+    "check_port",
     "plan_network",
     "plan_network_removal",
     "plan_network_unit",
@@ -97,6 +99,35 @@ def plan_network_unit(work: Work, address: str) -> list[Action]:
     """
     content = render_network_unit(program_argv(work.host), check_address(address))
     return plan_file(work, UNIT_PATH, content)
+
+
+# -- checks ---------------------------------------------------------------------------------------------
+
+
+def check_port(host: Host) -> list[Finding]:
+    """Whether a program holds port 53 of every address (proc(5), ``/proc/net``): LocalDNS could not have its own."""
+    taken = []
+    for protocol, listening in (("udp", "07"), ("udp6", "07"), ("tcp", "0A"), ("tcp6", "0A")):
+        try:
+            lines = host.read_text(f"/proc/net/{protocol}").splitlines()[1:]
+        except OSError:
+            continue
+        for fields in map(str.split, lines):
+            address, _, port = fields[1].partition(":") if len(fields) > 3 else ("", "", "")
+            if port == "0035" and address and not address.strip("0") and fields[3] == listening:
+                taken.append(protocol)
+                break
+    if not taken:
+        return []
+    return [
+        Finding(
+            "localdns-port",
+            REJECT,
+            f"port 53 of every address is taken ({', '.join(taken)}), LocalDNS's among them",
+            "find the program with: ss -lntup 'sport = :53'; let it listen on its own addresses only (dnsmasq: "
+            "bind-interfaces)",
+        )
+    ]
 
 
 # -- the interface --------------------------------------------------------------------------------------

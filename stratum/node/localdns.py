@@ -302,5 +302,5 @@ def wait_localdns(host: Host, address: str, timeout: float = READY_TIMEOUT, *, p
     raise StratumError(
         "localdns-not-ready",
         f"{UNIT_LOCALDNS}: does not answer after {timeout:g} s: {said}; its journal: {tail}",
-        hint=f"read all of it: journalctl --boot --unit {UNIT_LOCALDNS}; port 53 may be taken: ss -lnup sport = 53",
+        hint=f"read all of it: journalctl --boot --unit {UNIT_LOCALDNS}; port 53 may be taken: ss -lnup 'sport = :53'",
     )

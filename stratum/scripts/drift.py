@@ -13,17 +13,18 @@ from dataclasses import dataclass, field
 from typing import Callable, Optional
 
 from stratum.errors import HostRefusedError
-from stratum.host import firewalld, forwarding, hostports, masquerade, rulesets, swap, sysctls
+from stratum.host import firewalld, forwarding, hostports, localdnsnet, masquerade, rulesets, swap, sysctls
 from stratum.host.addresses import read_network
 from stratum.host.finding import Finding
+from stratum.host.network import interface_exists
 from stratum.host.nodeip import check_pinned
 from stratum.host.profiles import find_profile
 from stratum.node import cni, containerd
 from stratum.node.settings import Settings, read_settings
 from stratum.node.stack import Stack
-from stratum.node.stackspec import is_kubernetes_node
+from stratum.node.stackspec import is_kubernetes_node, serves_dns
 from stratum.node.versions import VersionRecord, read_record
-from stratum.scripts import images
+from stratum.scripts import images, localdns
 from stratum.scripts.context import Context
 from stratum.scripts.prerequisites import base_sysctls
 from stratum.scripts.run import load_work
@@ -60,7 +61,7 @@ class Drift:
     patience: Callable[[], AbstractContextManager[None]]
     _record: Optional[VersionRecord] = field(default=None, init=False)
     _found: dict[str, tuple[object, list[Trouble]]] = field(default_factory=dict, init=False)
-    _stamp: Optional[tuple[str, Optional[int]]] = field(default=None, init=False)
+    _stamp: Optional[tuple[str, Optional[int], bool]] = field(default=None, init=False)
     _asked: Optional[float] = field(default=None, init=False)
     _rounds: int = field(default=0, init=False)
     _database: Optional[tuple[int, int]] = field(default=None, init=False)
@@ -76,8 +77,14 @@ class Drift:
         troubles = list(self._sysctls(settings, record))
         if is_kubernetes_node(record):
             troubles += [*self._swap(), *self._address(settings)]
-        if cni.subnet_in_force(self.context.host) is not None:
-            troubles += [*self._forwarding(record), *self._firewall(ask)]
+        bridged, dns = cni.subnet_in_force(self.context.host) is not None, serves_dns(record, settings)
+        if bridged:
+            troubles += self._forwarding(record)
+        if dns:
+            # Files alone are read for it: a lease that came names other servers.
+            troubles += [Trouble(what, ours=True) for what in localdns.drift(self.context.host, settings)]
+        if bridged or dns:
+            troubles += self._firewall(ask, bridged, settings.spec.local_dns.address if dns else "")
         return [*troubles, *self._images(record, ask)]
 
     def _current(self) -> Optional[VersionRecord]:
@@ -157,9 +164,11 @@ class Drift:
             return []
         return self._unless_same("address", (settings.node_ip, host.monotonic() // _ADDRESS_EVERY), explain)
 
-    def _firewall(self, ask: bool) -> list[Trouble]:
+    def _firewall(self, ask: bool, bridged: bool, dns: str) -> list[Trouble]:
+        """Rules that are lost: the bridge's; and LocalDNS's with its interface, where ``dns`` is its address."""
         host = self.context.host
-        stamp = (firewalld.firewall_stamp(host), rulesets.read_generation(host))
+        interface = interface_exists(host, localdnsnet.INTERFACE) == bool(dns)
+        stamp = (firewalld.firewall_stamp(host), rulesets.read_generation(host), interface)
         since = _FIREWALL_BLIND if self._asked is None else host.monotonic() - self._asked
         if self._stamp is None or stamp != self._stamp:
             # Whoever changed something may not be done with it: firewalld takes seconds to start.
@@ -171,7 +180,8 @@ class Drift:
             self._rounds = max(self._rounds - 1, 0)
             self._asked = host.monotonic()
             with self.patience():
-                self._found["firewall"] = (None, [*self._rules(), *self._published()])
+                found = [*self._rules(), *self._published()] if bridged else []
+                self._found["firewall"] = (None, [*found, *self._dns_network(dns)])
         return self._found.get("firewall", (None, []))[1]
 
     def _rules(self) -> list[Trouble]:
@@ -181,6 +191,10 @@ class Drift:
         actions += masquerade.plan_masquerade(host, cni.subnet_in_force(host) or "")
         lost = [Trouble(f"not in force in the firewall: {action.subject}", _AGAIN, ours=True) for action in actions]
         return [*lost, *(Trouble(warning) for warning in warnings)]
+
+    def _dns_network(self, address: str) -> list[Trouble]:
+        lost = localdnsnet.plan_network(self.context.host, address) if address else []
+        return [Trouble(f"not in force for LocalDNS: {action.subject}", _AGAIN, ours=True) for action in lost]
 
     def _published(self) -> list[Trouble]:
         """The plugin made the rules when the container started; nobody but a new start makes them again."""

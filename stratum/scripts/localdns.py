@@ -5,8 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from stratum import systemd
+from stratum.errors import StratumError
 from stratum.host import localdnsnet, resolvers
+from stratum.host.finding import REJECT, Finding
 from stratum.node import localdns
+from stratum.node.layout import DEFAULT_BASE
 from stratum.node.settings import Settings
 from stratum.steps import Action, Call, Command, Work, withdraw
 from stratum.system import Host
@@ -14,6 +17,7 @@ from stratum.system import Host
 __all__ = [
     "bring_down",
     "bring_up",
+    "check_host",
     "drift",
     "plan_configuration",
     "plan_network",
@@ -33,6 +37,28 @@ def upstreams_of(host: Host, settings: Settings) -> tuple[str, ...]:
         return tuple(dict.fromkeys(resolvers.check_server(server, own) for server in given))[: resolvers.SERVERS_MAX]
     found = resolvers.find_upstreams(host, own)
     return found.servers if found else ()
+
+
+def check_host(host: Host, settings: Settings) -> list[Finding]:
+    """What stands in the way of LocalDNS on this host, before anything is written.
+
+    Raises :class:`StratumError` for settings that contradict each other.
+    """
+    address = localdnsnet.check_address(settings.spec.local_dns.address)
+    upstreams = upstreams_of(host, settings) or localdns.recorded_upstreams(host)
+    findings = localdnsnet.check_port(host)
+    if upstreams:
+        localdns.render_corefile(settings.spec, upstreams)
+    else:
+        found = f"this host names no DNS server that is not on itself, and LocalDNS at {address} needs one to ask"
+        hint = "set spec.localDNS.upstream, for example [192.0.2.53]"
+        findings.append(Finding("localdns-upstream", REJECT, found, hint))
+    for directory in (localdns.COREFILE.parent, DEFAULT_BASE):
+        try:
+            localdns.check_traversable(host, directory)
+        except StratumError as error:
+            findings.append(Finding(error.reference, REJECT, error.message, error.hint or ""))
+    return findings
 
 
 def plan_configuration(work: Work, settings: Settings) -> list[Action]:
@@ -103,15 +129,10 @@ def _perform(actions: Sequence[Action]) -> list[str]:
     return done
 
 
-def drift(host: Host, settings: Settings, *, ask: bool = False) -> list[str]:
-    """What is wrong with LocalDNS's files on a node that has it, in words; :func:`plan_configuration` puts it right.
+def drift(host: Host, settings: Settings) -> list[str]:
+    """What is wrong with the Corefile of a node that has LocalDNS, in words; :func:`plan_configuration` puts it right.
 
-    It reads a few small files. With ``ask`` the network is looked at too, which starts programs;
-    :func:`plan_network` puts that right.
+    It reads a few small files.
     """
     differs = localdns.corefile_differs(host, settings, upstreams_of(host, settings))
-    found = [differs] if differs else []
-    if ask:
-        missing = localdnsnet.plan_network(host, settings.spec.local_dns.address)
-        found += [f"LocalDNS's network is not whole: {action.subject}" for action in missing]
-    return found
+    return [differs] if differs else []

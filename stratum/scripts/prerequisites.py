@@ -30,9 +30,9 @@ from stratum.host.profiles import BASE, Profile, Sysctl, find_profile
 from stratum.node import cni
 from stratum.node.layout import Layout
 from stratum.node.settings import Settings, plan_settings, read_settings
-from stratum.node.stackspec import is_kubernetes_node
+from stratum.node.stackspec import is_kubernetes_node, serves_dns
 from stratum.node.versions import VersionRecord
-from stratum.scripts import kubelet
+from stratum.scripts import kubelet, localdns
 from stratum.scripts.context import Context
 from stratum.scripts.runtime import check_runtime
 from stratum.scripts.settings import Chosen, read_join, read_merged
@@ -191,6 +191,8 @@ def check_prerequisites(
         findings += selinux.check_policy(context.host, _policy(context, chosen.settings))
         findings += modules.check_modules(context.host, _modules(record), before_loading=True)
         findings += check_runtime(context.host, record, chosen.settings)
+    if serves_dns(record, chosen.settings):
+        findings += localdns.check_host(context.host, chosen.settings)
     findings += kubelet.check_kubernetes(context, chosen.settings, record)
     return chosen, [finding for finding in findings if finding.check not in arguments.skip_check]
 
@@ -234,11 +236,11 @@ def prerequisite_steps(
                 lambda: [*rootmount.plan_root_shared(host, warn), *rootmount.plan_bpf(host, warn)],
             ),
         ]
-    if bridged:
+    if bridged or serves_dns(record, settings):
         steps.append(
             Step(
                 "managers",
-                "keep network managers off the container network",
+                "keep network managers off the node's own interfaces",
                 lambda: netmanagers.plan_unmanaged(work, cni.BRIDGE, warn),
             )
         )

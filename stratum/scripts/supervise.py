@@ -42,7 +42,7 @@ def _host_steps(context: Context, work: Work, stack: Stack, goal: Goal) -> list[
     """What the host must be, in order: the same steps at each start and when something came undone."""
     settings, record = goal.settings, goal.record
     steps = prerequisites.prerequisite_steps(context, work, settings, record, bridged=goal.bridged)
-    if is_kubernetes_node(record):
+    if is_kubernetes_node(record) or goal.serves_dns:
         # It depends on what changes under a node: resolvers, dates of certificates, a join that is complete by now.
         configure = functools.partial(node_script.plan_configuration, work, goal)
         steps.append(Step("configure", "write the configuration", configure))

@@ -61,7 +61,7 @@ def test_help_names_every_command_and_imports_none(capsys: pytest.CaptureFixture
         assert re.search(rf"^ +{name}\s", done.stdout, re.MULTILINE), summary
 
 
-@pytest.mark.parametrize("name", ["status", "uninstall", "versions", "start", "logs"])
+@pytest.mark.parametrize("name", ["status", "uninstall", "versions", "start", "logs", "localdns"])
 def test_commands_that_need_no_compiled_part_import_none(name: str) -> None:
     code = (
         "import sys\nfrom stratum.cli import build_parser, _module\n"

@@ -28,8 +28,10 @@ from stratum.config import Cluster, LocalDNS, Network, NodeSpec
 from stratum.errors import StratumError
 from stratum.host import localdnsnet
 from stratum.node import localdns, stackspec
+from stratum.node.layout import Layout
 from stratum.node.settings import Settings
 from stratum.node.units import UNIT_LOCALDNS_NETWORK
+from stratum.node.versions import VersionRecord
 from stratum.scripts import localdns as script
 from stratum.system import Host
 from tests.standins import coredns
@@ -194,8 +196,9 @@ def test_servers_that_changed_are_noticed_and_written(host: TreeMachine) -> None
     """A new lease names other servers."""
     put(host, "/etc/resolv.conf", "nameserver 127.0.0.53\n")
     put(host, "/run/systemd/resolve/resolv.conf", "nameserver 192.0.2.53\n")
-    host.programs = {"ip": lambda _: 0}
+    host.programs = {"systemctl": lambda _: 0}
     perform(host, lambda work: script.plan_configuration(work, settings()))
+    host.commands.clear()
     assert script.drift(host, settings()) == []
     assert host.commands == [], "at rest no program runs"
     put(host, "/run/systemd/resolve/resolv.conf", "nameserver 192.0.2.99\n")
@@ -227,8 +230,8 @@ def test_a_host_that_asks_localdns_itself_is_no_upstream(host: TreeMachine) -> N
 
 def test_a_node_that_goes_on_without_it_loses_its_files_and_its_network(host: TreeMachine) -> None:
     put(host, "/etc/resolv.conf", "nameserver 192.0.2.53\n")
-    perform(host, lambda work: script.plan_configuration(work, settings()))
     host.programs = {"systemctl": lambda _: 0}
+    perform(host, lambda work: script.plan_configuration(work, settings()))
     done = perform(host, script.plan_withdrawal)
     assert done == [f"stop {localdnsnet.UNIT}", f"remove {localdnsnet.UNIT_PATH}", f"remove {COREFILE}"]
     assert not host.exists(COREFILE) and not host.exists(localdnsnet.UNIT_PATH)
@@ -239,7 +242,10 @@ def test_a_node_that_goes_on_without_it_loses_its_files_and_its_network(host: Tr
 
 def test_both_parts_name_the_same_unit_and_the_same_script() -> None:
     assert localdnsnet.UNIT == UNIT_LOCALDNS_NETWORK
-    assert str(localdns.SUPERVISOR) == stackspec.LOCALDNS_SCRIPT
+    layout = Layout(Host("/", {}))
+    record = VersionRecord("demo", "1.0", 1, "", (("containerd", "1", ""), ("coredns", "1", "")), (), ())
+    spec = stackspec.unit_spec(layout, record, settings())
+    assert spec.localdns == f"{layout.current_link}/{localdns.SUPERVISOR}"
 
 
 # -- the supervisor script ------------------------------------------------------------------------------

@@ -10,10 +10,14 @@ from typing import BinaryIO, Callable, Optional
 
 import pytest
 
-from stratum.errors import CommandError, StratumError
+from stratum.cli import build_parser
+from stratum.commands import localdns as command
+from stratum.errors import CommandError, NotRootError, StratumError
 from stratum.host import localdnsnet
 from stratum.host.localdnsnet import CHAIN, INTERFACE, TABLE, UNIT_PATH
+from stratum.output import Output
 from stratum.scripts import localdns as script
+from stratum.scripts.context import Context
 from stratum.system import Completed, command_failure
 from tests.unit.hosting import TreeMachine, content, perform, put
 
@@ -270,3 +274,36 @@ def test_a_unit_of_somebody_else_is_not_replaced(tmp_path: Path) -> None:
     put(host, str(UNIT_PATH), "[Service]\nExecStart=/bin/true\n")
     with pytest.raises(StratumError, match="did not write"):
         perform(host, lambda work: localdnsnet.plan_network_unit(work, ADDRESS))
+
+
+# -- the command that the unit runs ---------------------------------------------------------------------
+
+
+def run_command(host: Router, *words: str) -> list[str]:
+    """Run ``stratum localdns`` on ``host``; the lines that it prints for the journal."""
+    said: list[str] = []
+    out = Output()
+    out.note = said.append  # type: ignore[method-assign]
+    arguments = build_parser("localdns").parse_args(["localdns", *words])
+    assert command.run(Context(host, out), arguments) == 0
+    return said
+
+
+def test_the_command_of_the_unit_makes_and_removes_and_says_what(tmp_path: Path) -> None:
+    host = Router(str(tmp_path), {}, tools=NFT)
+    said = run_command(host, "up", "--address", "169.254.20.11")
+    assert said[0] == f"make interface {INTERFACE}"
+    assert host.interfaces == {INTERFACE: ["169.254.20.11/32"]}
+    assert run_command(host, "up", "--address", "169.254.20.11") == []
+    assert run_command(host, "down")
+    assert host.interfaces == {}
+
+
+def test_the_command_needs_root(tmp_path: Path) -> None:
+    class Somebody(Router):
+        @property
+        def euid(self) -> int:
+            return 1000
+
+    with pytest.raises(NotRootError):
+        run_command(Somebody(str(tmp_path), {}), "up")
