@@ -13,7 +13,7 @@ from stratum.bundle.oci import Description
 from stratum.bundle.place import COMPONENTS, Placement, component_dir
 from stratum.bundle.verify import VerifiedBundle
 from stratum.errors import BundleError, StratumError
-from stratum.host import network, persistence, program
+from stratum.host import firewalld, masquerade, network, persistence, program
 from stratum.host.preflight import Need
 from stratum.node import cni, containerd, proxy
 from stratum.node.backend import Backend
@@ -198,8 +198,20 @@ def plan_network(work: Work, layout: Layout, goal: Goal) -> list[Action]:
     actions = plan_directory(work.host, cni.CONFIG_PATH.parent)
     if work.receipt.owns(cni.CONFIG_PATH):
         # The version before had it; without its plugin every container would fail to start.
+        actions += _plan_unbridge(work)
         actions.append(Call("remove", str(cni.CONFIG_PATH), lambda: withdraw(work, cni.CONFIG_PATH)))
     return actions + links
+
+
+def _plan_unbridge(work: Work) -> list[Action]:
+    """Take the bridge and its part of the firewall away; while containers are attached they keep their network."""
+    host = work.host
+    if not host.live or cni.read_attachments(host):
+        return []
+    actions = [*firewalld.plan_untrust(work), *masquerade.plan_removal(host)]
+    if network.interface_exists(host, cni.BRIDGE):
+        actions.append(Call("remove bridge", cni.BRIDGE, lambda: network.remove_bridge(host, cni.BRIDGE)))
+    return actions
 
 
 def plan_units(work: Work, layout: Layout, goal: Goal) -> list[Action]:

@@ -276,6 +276,21 @@ def test_another_subnet_makes_the_bridge_anew_where_nothing_is_attached(desk: De
     assert not [line for line in host.commands if "link delete" in line]
 
 
+def test_a_bridge_that_is_switched_off_goes_with_its_rules(desk: Desk, host: LivingHost) -> None:
+    bundle = bundle_of(desk)
+    desk.up(host, bundle)
+    Path(host.root + "/sys/class/net/stratum0/bridge").mkdir(parents=True)
+    assert "10.215.0.0/16" in str(host.chains)
+    configure(host, "  network: {bridge: false}\n")
+    desk.up(host, bundle)
+    assert not exists(host, cni.CONFIG_PATH)
+    assert not exists(host, "/sys/class/net/stratum0")
+    assert "STRATUM-POSTROUTING" not in host.chains
+    configure(host, "  network: {bridge: true}\n")
+    desk.up(host, bundle)
+    assert "10.215.0.0/16" in str(host.chains)
+
+
 def test_a_bridge_that_is_asked_for_needs_its_plugin(desk: Desk, host: LivingHost) -> None:
     configure(host, "  network: {bridge: true}\n")
     publisher = node_publisher()
