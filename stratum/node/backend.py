@@ -21,6 +21,7 @@ from stratum.node.units import (
     SYSTEMD_DIR,
     UNIT_KUBELET,
     UNIT_KUBELET_LAUNCH_CHECK,
+    UNIT_LOCALDNS,
     UnitSpec,
     render_units,
     stack_units,
@@ -212,13 +213,19 @@ class Backend:
             action.perform(self.work)
 
     def plan_bring_up(self, down: Sequence[str], stale: Sequence[str]) -> list[Action]:
-        """Start the units that are ``down`` and restart the ``stale`` ones, in start order, each behind its gate."""
+        """Start the units that are ``down`` and restart the ``stale`` ones, in start order, each behind its gate.
+
+        systemd restarts what requires LocalDNS along with it: the gates of those are waited for too.
+        """
         actions: list[Action] = []
         for unit in self.units:
+            gate = self.hooks.after_restart.get(unit)
             if unit in down:
                 actions.append(Call("start", unit, functools.partial(self._start, unit, True)))
             elif unit in stale:
                 actions.append(Call("restart", unit, functools.partial(self._restart, unit)))
+            elif UNIT_LOCALDNS in stale and gate:
+                actions.append(Call("wait for", unit, gate))
         return [*self._before_start(), *actions] if actions else []
 
     def restart_steps(self) -> list[Step]:

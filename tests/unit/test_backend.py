@@ -451,6 +451,14 @@ def test_restarting_goes_in_start_order_through_gates_of_its_own_and_leaves_the_
     assert node.pods() == {str(SHIM), str(CONTAINER), "77", "78"}
 
 
+def test_what_systemd_restarts_along_with_localdns_is_waited_for(node: Node) -> None:
+    backend = node.run_version("1.0")
+    for action in backend.plan_bring_up([], [UNIT_LOCALDNS]):
+        action.perform(backend.work)
+    waits = ["gate again containerd", "gate again kubelet"]
+    assert node.machine.take() == ["before start", "restart dns", "gate again dns", *waits]
+
+
 @pytest.mark.parametrize("name", ["dns", "containerd", "kubelet"])
 def test_a_gate_that_fails_stops_the_restart_there(node: Node, name: str) -> None:
     backend = node.run_version("1.0")
