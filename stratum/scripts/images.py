@@ -10,6 +10,7 @@ import functools
 from collections.abc import Iterable, Mapping
 from typing import Optional
 
+from stratum.bundle.graph import is_manifest
 from stratum.bundle.images import IMAGES_DIRECTORY, Image, ImageStore, image_name, write_image_tar
 from stratum.bundle.oci import Descriptor
 from stratum.errors import CommandError, StratumError
@@ -111,19 +112,35 @@ def plan_import(context: Context, stack: Stack, record: VersionRecord) -> list[A
     actions: list[Action] = []
     for value in record.images:
         top = Descriptor.from_json(value)
-        if not store.complete(top):
-            # In a dry run nothing is in the store yet; in a real one the step before would have failed.
-            actions.append(Call("import image", top.name or top.digest, functools.partial(_missing, top)))
-            continue
-        (image,) = store.images([top])
-        state, digest = present.get(image.name), image.manifest.digest
-        if state is None or state.digest != digest:
+        image = _named(store, top)
+        state = present.get(image.name if image else image_name(top, top))
+        if state is not None and image is None and not _differs(top, state):
+            continue  # there is nothing to compare it with, or to import instead of it
+        if state is not None and image is not None and state.digest == image.manifest.digest:
+            if _lacks(state, image.manifest.digest, labels):
+                marking = functools.partial(_mark, stack, namespace, image.name, labels)
+                actions.append(Call("mark image", image.name, marking))
+        elif image is not None and store.complete(top):
             doing = functools.partial(_import, stack, namespace, image, str(store.platform), labels)
             actions.append(Call("import image", image.name, doing))
-        elif _lacks(state, digest, labels):
-            marking = functools.partial(_mark, stack, namespace, image.name, labels)
-            actions.append(Call("mark image", image.name, marking))
+        else:
+            # In a dry run nothing is in the store yet; in a real one the step before would have failed.
+            actions.append(Call("import image", top.name or top.digest, functools.partial(_missing, top)))
     return actions
+
+
+def _named(store: ImageStore, top: Descriptor) -> Optional[Image]:
+    """The image that ``top`` stands for; None when its manifests are not here. They alone are read: the layers of an
+    image that containerd has would keep each start of a node waiting, and damage to them is no reason not to start."""
+    try:
+        return store.images([top])[0]
+    except StratumError:
+        return None
+
+
+def _differs(top: Descriptor, state: ImageState) -> bool:
+    """Whether containerd is seen to have another image; of an index that is not here that cannot be told."""
+    return is_manifest(top) and state.digest != top.digest
 
 
 def _missing(top: Descriptor) -> None:

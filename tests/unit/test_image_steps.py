@@ -8,6 +8,9 @@ from typing import Any
 
 import pytest
 
+from stratum.bundle.blobs import Blob
+from stratum.bundle.images import IMAGES_DIRECTORY, ImageStore
+from stratum.bundle.oci import Descriptor
 from stratum.errors import BundleError, ExitCode, StratumError
 from stratum.node import containerd
 from stratum.node.criimages import MANAGED_LABEL, PINNED_LABEL, find_sandbox_image, image_labels
@@ -292,3 +295,56 @@ def test_a_boot_imports_only_what_is_not_there_and_before_the_kubelet_starts(kub
     assert booted() == [CONTAINERD, UNIT_KUBELET]
     del kubernetes.images[DEMO]
     assert booted() == [CONTAINERD, "import", UNIT_KUBELET]
+
+
+# -- what of it is read ---------------------------------------------------------------------------------
+
+
+def blobs(host: MachineHost) -> list[Path]:
+    """The blobs in the store, layers first; configurations and manifests are JSON."""
+    directory = Path(host.root + str(IMAGES_DIRECTORY), "blobs/sha256")
+    return sorted(directory.iterdir(), key=lambda path: path.read_bytes().startswith(b"{"))
+
+
+def test_layers_of_an_image_that_containerd_has_are_not_read(
+    kubernetes: NodeHost, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They are gigabytes, and each start of the node would wait for them."""
+    read: list[str] = []
+    opened = ImageStore.open
+
+    def noting(store: ImageStore, descriptor: Descriptor) -> Blob:
+        read.append(descriptor.hex)
+        return opened(store, descriptor)
+
+    monkeypatch.setattr(ImageStore, "open", noting)
+    layer = blobs(kubernetes)[0].name
+    assert plan(kubernetes) == []
+    assert read and layer not in read
+    del kubernetes.images[DEMO]
+    assert plan(kubernetes) == [f"import image {DEMO}"]
+    assert layer in read
+
+
+@pytest.mark.parametrize("what", ["a layer cut short", "all of it gone"])
+def test_damage_to_the_copy_of_an_image_that_containerd_has_keeps_no_node_down(kubernetes: NodeHost, what: str) -> None:
+    for path in blobs(kubernetes)[: 1 if what == "a layer cut short" else None]:
+        path.write_bytes(b"cut") if what == "a layer cut short" else path.unlink()
+    for unit in (UNIT_KUBELET, CONTAINERD):
+        kubernetes.run(["systemctl", "stop", unit], timeout=60)
+    context = Context(kubernetes, Output(stdout=io.StringIO(), stderr=io.StringIO()))
+    supervise.bring_up(context, Stack(Layout(kubernetes)))
+    assert kubernetes.active(UNIT_KUBELET)
+    # Once it has to be imported there is an error that says what to do.
+    del kubernetes.images[DEMO]
+    with pytest.raises(StratumError) as caught:
+        plan(kubernetes)
+    assert (caught.value.reference, caught.value.hint) == ("image-missing", "run: stratum up --bundle FILE")
+
+
+def test_another_image_under_the_name_is_seen_without_the_copy_where_its_digest_is_known(kubernetes: NodeHost) -> None:
+    for path in blobs(kubernetes):
+        path.unlink()
+    kubernetes.images[DEMO] = "sha256:" + "f" * 64
+    with pytest.raises(StratumError, match=r"its blobs are not under"):
+        plan(kubernetes)
