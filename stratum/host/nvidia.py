@@ -15,7 +15,7 @@ from typing import Optional
 from stratum.host.finding import REJECT, WARN, Finding
 from stratum.system import Host, HostPath
 
-__all__ = ["CDI_SPEC", "REFRESH_UNITS", "GpuPlan", "Gpus", "check_mode", "find_gpus", "plan_gpus"]
+__all__ = ["CDI_SPEC", "OFF", "REFRESH_UNITS", "RUNTIME", "GpuPlan", "Gpus", "check_mode", "find_gpus", "plan_gpus"]
 
 AUTO, ON, OFF = "auto", "on", "off"
 #: Where the toolkit's own service writes its specification: two files with the same devices would be no devices.

@@ -13,13 +13,13 @@ from stratum.node import containerd, registries
 from stratum.node.cni import HOST_BIN_DIR
 from stratum.node.containerd import ContainerdOptions, Login
 from stratum.node.settings import Settings
-from stratum.node.units import UNIT_CONTAINERD, drop_in_dir
+from stratum.node.units import UNIT_CONTAINERD, UnitSpec, drop_in_dir, render_units
 from stratum.node.versions import VersionRecord
 from stratum.scripts import images
-from stratum.steps import Action, RemoveDirectory, RemoveFile, Work
+from stratum.steps import Action, Command, RemoveDirectory, RemoveFile, Work, plan_file
 from stratum.system import Host
 
-__all__ = ["check_plugins", "check_runtime", "gpu_setup", "plan_cdi_removal", "plan_runtime"]
+__all__ = ["check_plugins", "check_runtime", "gpu_setup", "plan_cdi_removal", "plan_gpu_refresh", "plan_runtime"]
 
 _GPU_DROP_IN = drop_in_dir(UNIT_CONTAINERD) / "30-gpu-setup.conf"
 
@@ -31,6 +31,34 @@ def _release(record: VersionRecord) -> str:
 def gpu_setup(host: Host, settings: Settings) -> tuple[tuple[str, ...], ...]:
     """The commands that containerd's unit runs before each start; none where no GPU is granted."""
     return nvidia.plan_gpus(host, settings.spec.gpu.nvidia).setup
+
+
+def plan_gpu_refresh(work: Work, spec: UnitSpec) -> list[Action]:
+    """Before a start: containerd's drop-in for the GPUs and tools that are there now, on a node that was granted some.
+
+    Seed 000, BeforeStart. Without any now it stays: a driver may come later in the boot than we do, and systemd tries
+    its commands again until then. ``up`` is what takes it away.
+    """
+    if not spec.gpu_setup or not work.receipt.owns(_GPU_DROP_IN):
+        return []
+    actions = [
+        action
+        for file in render_units(spec)
+        if file.path == _GPU_DROP_IN
+        for action in plan_file(work, file.path, file.content)
+    ]
+    return [*actions, Command(("systemctl", "daemon-reload"), 60.0)] if actions else []
+
+
+def _runtime_program(work: Work, mode: str, *, starting: bool) -> str:
+    """The program of the runtime class; empty without GPUs.
+
+    When a node is ``starting`` that was granted some, they count as there: the driver may come later than we do.
+    """
+    plan = nvidia.plan_gpus(work.host, mode)
+    if starting and not plan.granted and mode != nvidia.OFF and work.receipt.get(_GPU_DROP_IN) is not None:
+        return work.host.which(nvidia.RUNTIME) or ""
+    return plan.runtime
 
 
 def check_runtime(host: Host, record: VersionRecord, settings: Settings) -> list[Finding]:
@@ -72,10 +100,10 @@ def plan_runtime(
 ) -> list[Action]:
     """containerd's configuration and its registries.
 
-    A file that the configuration names and that is gone is an error; with ``warn``, on the way back to a version that
-    ran, it is said and the registries stay as they are. Raises :class:`StratumError`.
+    A file that the configuration names and that is gone is an error; with ``warn``, at a start and on the way back to
+    a version that ran, it is said and the registries stay as they are. Raises :class:`StratumError`.
     """
-    gpus = nvidia.plan_gpus(work.host, settings.spec.gpu.nvidia)
+    program = _runtime_program(work, settings.spec.gpu.nvidia, starting=warn is not None)
     spec = settings.spec.containerd
     logins: tuple[Login, ...] = ()
     actions: list[Action] = []
@@ -86,7 +114,7 @@ def plan_runtime(
         if warn is None:
             raise
         warn(f"{error.message}; the registries stay as they are")
-    options = ContainerdOptions(images.sandbox_image(record), gpus.runtime, logins)
+    options = ContainerdOptions(images.sandbox_image(record), program, logins)
     return list(dict.fromkeys([*containerd.plan_configuration(work, _release(record), options), *actions]))
 
 

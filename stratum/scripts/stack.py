@@ -26,7 +26,7 @@ from stratum.node.units import (
     stack_units,
 )
 from stratum.scripts import images as image_script
-from stratum.scripts import kubelet, localdns, node
+from stratum.scripts import kubelet, localdns, node, runtime
 from stratum.scripts.context import Context
 from stratum.scripts.goal import Goal, goal_in_force
 from stratum.steps import Action, Call, Command, PlaceLink, Step, Work
@@ -57,7 +57,10 @@ def make_backend(
     now = goal or previous or goal_in_force(stack.layout)
     spec = now.unit_spec(stack.layout) if now else UnitSpec(stack.layout.bin_dir, containerd.CONFIG_PATH)
     gates = {unit: functools.partial(_gate, context, work, stack, unit) for unit in stack_units(_every(spec))}
+    # A switch writes the units for the GPUs of that moment; any other start finds those of the last `up`.
+    gpus = [] if goal or previous else runtime.plan_gpu_refresh(work, spec)
     hooks = Hooks(
+        before_start=functools.partial(_perform, work, gpus) if gpus else None,
         after_start=gates,
         after_restart=gates,
         plan_upgrade_start=functools.partial(_plan_configure, context, work, stack, goal) if goal else None,
@@ -65,6 +68,11 @@ def make_backend(
     )
     back = previous.unit_spec(stack.layout) if previous else None
     return Backend(work, stack.layout, spec, hooks, rollback_spec=back)
+
+
+def _perform(work: Work, actions: Sequence[Action]) -> None:
+    for action in actions:
+        action.perform(work)
 
 
 def _every(spec: UnitSpec) -> UnitSpec:
@@ -105,8 +113,7 @@ def _plan_configure(
 
 
 def _configure(context: Context, work: Work, stack: Stack, goal: Goal) -> None:
-    for action in _plan_configure(context, work, stack, goal, context.out.warn):
-        action.perform(work)
+    _perform(work, _plan_configure(context, work, stack, goal, context.out.warn))
 
 
 def record_ahead(work: Work, stack: Stack, goal: Goal) -> None:

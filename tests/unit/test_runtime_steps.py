@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import io
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -12,15 +14,20 @@ from stratum.errors import ExitCode, HostRefusedError, StratumError
 from stratum.host.nvidia import CDI_SPEC
 from stratum.node import cni, containerd
 from stratum.node.containerd import FRAGMENT_DIR, REGISTRY_DIR
+from stratum.node.layout import Layout
 from stratum.node.settings import Settings
+from stratum.node.stack import Stack
 from stratum.node.units import SYSTEMD_DIR
+from stratum.output import Output
+from stratum.scripts import supervise
+from stratum.scripts.context import Context
 from stratum.scripts.goal import Goal
 from tests.bundles import Entry, Part
 from tests.fakes import Desk, node_publisher
 from tests.unit import test_prerequisites, test_watch
 from tests.unit.hosting import put
 from tests.unit.test_image_steps import record_of
-from tests.unit.test_nvidia import driver, libraries, program, ubuntu
+from tests.unit.test_nvidia import TOOLKIT, driver, libraries, program, ubuntu
 from tests.unit.test_watch import LivingHost, NodeHost
 
 kubernetes_host = test_prerequisites.host  # fixtures under their names
@@ -85,7 +92,7 @@ def test_without_one_there_is_no_word_of_them(desk: Desk, host: LivingHost) -> N
     assert "gpu" not in ran.err.getvalue()
 
 
-def test_a_gpu_that_is_taken_out_takes_its_drop_in_along_at_the_next_up(desk: Desk, host: LivingHost) -> None:
+def test_gpus_that_are_switched_off_take_their_drop_in_along(desk: Desk, host: LivingHost) -> None:
     ubuntu(host)
     bundle = bundle_of(desk)
     desk.up(host, bundle)
@@ -93,6 +100,73 @@ def test_a_gpu_that_is_taken_out_takes_its_drop_in_along_at_the_next_up(desk: De
     desk.up(host, bundle)
     assert not exists(host, DROP_IN)
     assert "nvidia" not in read(host, containerd.CONFIG_PATH)
+
+
+def boot(host: LivingHost) -> list[str]:
+    """The node starts as at a boot; what systemd was told to do."""
+    for unit in ("stratum-kubelet.service", "stratum-containerd.service"):
+        host.run(["systemctl", "stop", unit], timeout=60)
+    host.commands.clear()
+    context = Context(host, Output(stdout=io.StringIO(), stderr=io.StringIO()))
+    supervise.bring_up(context, Stack(Layout(host)))
+    return [line for line in host.commands if line.startswith(("systemctl daemon-reload", "systemctl start"))]
+
+
+def add_gpu(host: LivingHost, number: int) -> None:
+    put(host, f"/proc/driver/nvidia/gpus/0000:{number + 1:02x}:00.0/information", "Model: NVIDIA L4\n")
+    put(host, f"/dev/nvidia{number}")
+
+
+def without_driver(host: LivingHost) -> None:
+    shutil.rmtree(f"{host.root}/proc/driver/nvidia")
+    for path in Path(host.root, "dev").glob("nvidia*"):
+        path.unlink()
+
+
+def test_each_start_prepares_the_gpus_that_are_there_by_then(desk: Desk, host: LivingHost) -> None:
+    ubuntu(host, 1)
+    desk.up(host, bundle_of(desk))
+    assert boot(host) == ["systemctl start stratum-containerd.service"]
+    add_gpu(host, 1)
+    assert boot(host) == ["systemctl daemon-reload", "systemctl start stratum-containerd.service"]
+    assert "--create-nvidia-device-file=1" in read(host, DROP_IN)
+    add_gpu(host, 2)
+    desk.run(host, "restart")
+    assert "--create-nvidia-device-file=2" in read(host, DROP_IN)
+
+
+def test_a_drop_in_that_the_admin_edited_is_as_it_was_after_a_start(desk: Desk, host: LivingHost) -> None:
+    ubuntu(host, 1)
+    desk.up(host, bundle_of(desk))
+    Path(host.root + str(DROP_IN)).write_text("[Service]\nExecStartPre=/root/mine\n")
+    add_gpu(host, 1)
+    boot(host)
+    assert read(host, DROP_IN) == "[Service]\nExecStartPre=/root/mine\n"
+
+
+def test_a_gpu_that_was_not_there_at_the_last_up_is_left_alone_by_a_start(desk: Desk, host: LivingHost) -> None:
+    desk.up(host, bundle_of(desk))
+    ubuntu(host, 1)
+    assert boot(host) == ["systemctl start stratum-containerd.service"]
+    assert not exists(host, DROP_IN)
+
+
+def test_a_driver_that_comes_later_in_the_boot_than_the_node_finds_its_runtime(desk: Desk, node: NodeHost) -> None:
+    """Else containerd, whose set-up is tried again until the driver is there, would start without it."""
+    driver(node)
+    libraries(node, "/usr/lib/x86_64-linux-gnu", "550.90.07")
+    program(node, *TOOLKIT)
+    bundle = bundle_of(desk, kubelet=True, images=(PAUSE,))
+    assert desk.up(node, bundle).status == ExitCode.DONE
+    before = read(node, containerd.CONFIG_PATH), read(node, DROP_IN)
+    assert "nvidia-container-runtime" in before[0]
+    without_driver(node)
+    boot(node)
+    assert (read(node, containerd.CONFIG_PATH), read(node, DROP_IN)) == before
+    # Who took the GPU out for good says so with an up.
+    desk.up(node, bundle)
+    assert not exists(node, DROP_IN)
+    assert "nvidia" not in read(node, containerd.CONFIG_PATH)
 
 
 def test_a_driver_without_the_toolkit_is_said_and_a_demand_for_it_refused(desk: Desk, host: LivingHost) -> None:
