@@ -297,6 +297,7 @@ CHECKS: Mapping[str, str] = {
     "node-name": "a Kubernetes node's name is given, recorded, or the host's own and legal",
     "node-ip": "a Kubernetes node's address is given, recorded or found without doubt",
     "kubelet-state": "no identity of another kubelet is in the kubelet's directory",
+    "kubelet-port": "nobody has the ports of the kubelet before it first starts",
     "kubelet-config": "the kubelet knows the fields that the configuration gives it",
     "kubelet-program": "the programs that the configuration names for the kubelet are there",
     "localdns": "the bundle has CoreDNS where LocalDNS is asked for",

@@ -21,6 +21,7 @@ from stratum.system import Host, HostPath
 
 __all__ = [
     "HEALTHZ_PORT",
+    "KUBELET_PORT",
     "KubeletFacts",
     "check_kubelet",
     "kubelet_arguments",
@@ -41,6 +42,7 @@ PKI = ROOT / "pki"  # its default --cert-dir
 CLIENT_CERTIFICATE = PKI / "kubelet-client-current.pem"
 JOINED_KUBECONFIG = ROOT / "kubeconfig"  # written by the kubelet when it asks for its certificate
 HEALTHZ_PORT = 10248
+KUBELET_PORT = 10250  # the kubelet's default, pkg/cluster/ports
 
 _MIB = 1 << 20
 # Google Kubernetes Engine, "Plan node sizes", Resource reservations: shares of memory (of the first so many GiB)

@@ -147,7 +147,7 @@ Description=kubelet of the Stratum node
 Documentation=https://kubernetes.io/docs/reference/command-line-tools-reference/kubelet/
 After={UNIT_CONTAINERD} network-online.target
 Wants={UNIT_CONTAINERD} network-online.target
-RequiresMountsFor=/opt/stratum /var/lib/stratum
+RequiresMountsFor=/opt/stratum /var/lib/stratum /var/lib/kubelet
 StartLimitIntervalSec=0
 
 [Service]

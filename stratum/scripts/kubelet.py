@@ -8,7 +8,7 @@ from stratum.config import WORKER
 from stratum.errors import UsageError
 from stratum.host import resolvers
 from stratum.host.finding import REJECT, WARN, Finding
-from stratum.host.kubeletstate import check_kubelet_state
+from stratum.host.kubeletstate import check_kubelet_port, check_kubelet_state
 from stratum.node.kubeconfig import Join, make_join
 from stratum.node.kubelet import (
     KubeletFacts,
@@ -18,7 +18,7 @@ from stratum.node.kubelet import (
     plan_without_kubelet,
     read_facts,
 )
-from stratum.node.kubeletconfig import CA_FILE, check_kubelet
+from stratum.node.kubeletconfig import CA_FILE, HEALTHZ_PORT, KUBELET_PORT, check_kubelet
 from stratum.node.settings import Settings, read_settings
 from stratum.node.stackspec import is_kubernetes_node, serves_dns
 from stratum.node.versions import VersionRecord
@@ -68,7 +68,15 @@ def check_kubernetes(context: Context, settings: Settings, record: VersionRecord
             Finding("localdns", REJECT, "LocalDNS is asked for, and the bundle has no component coredns", hint)
         )
     findings += _check_programs(context.host, settings)
-    return [*findings, *check_kubelet_state(context.host, Receipt.load(context.host))]
+    receipt = Receipt.load(context.host)
+    findings += check_kubelet_port(context.host, receipt, (_port(settings), HEALTHZ_PORT))
+    return [*findings, *check_kubelet_state(context.host, receipt)]
+
+
+def _port(settings: Settings) -> int:
+    """The port of the kubelet's API: 10250, but for a configuration that says otherwise."""
+    port = settings.spec.kubelet.config.get("port", KUBELET_PORT)
+    return port if isinstance(port, int) else KUBELET_PORT
 
 
 def _check_programs(host: Host, settings: Settings) -> list[Finding]:

@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from stratum.config import Kubelet, Network, NodeSpec, Proxy
 from stratum.errors import StratumError
 from stratum.host.finding import REJECT
-from stratum.host.kubeletstate import check_kubelet_state
+from stratum.host.kubeletstate import check_kubelet_port, check_kubelet_state
 from stratum.node import kubelet, kubeletready, launchcheck
 from stratum.node.kubeletroot import KUBELET_TREES, kubelet_mount_roots, plan_kubelet_remains, plan_kubelet_root
 from stratum.node.proxy import PROXY_FILE, no_proxy, plan_proxy, proxy_file, render_proxy
@@ -119,6 +119,31 @@ def test_another_kubelets_identity_is_refused_before_anything_is_written(host: K
     (finding,) = check_kubelet_state(host, Receipt.load(host))
     assert (finding.check, finding.severity) == ("kubelet-state", REJECT)
     assert f"/var/lib/kubelet/{name.split('/')[0]}" in finding.message and "kubeadm reset" in finding.hint
+
+
+@pytest.mark.parametrize(
+    ("protocol", "line", "taken"),
+    [
+        ("tcp6", "  1: 00000000000000000000000000000000:280A 00000000000000000000000000000000:0000 0A 0:0", [10250]),
+        ("tcp", "  1: 0100007F:2808 00000000:0000 0A 0:0", [10248]),
+        ("tcp", "  1: 0A0200C0:280A 00000000:0000 0A 0:0\n  2: 0100007F:2808 00000000:0000 0A 0:0", [10250, 10248]),
+        ("tcp", "  1: 00000000:2809 00000000:0000 0A 0:0", []),
+        ("tcp", "  1: 0A0200C0:280A 0B0200C0:9C40 01 0:0", []),  # a connection
+        ("tcp", "  1: 0A0200C0:9C40 0B0200C0:280A 01 0:0", []),  # to another host's kubelet
+        ("tcp", "  1:", []),
+    ],
+)
+def test_a_kubelet_under_another_name_is_found_by_its_ports(
+    host: KubeletHost, protocol: str, line: str, taken: list[int]
+) -> None:
+    """k3s and MicroK8s: no unit, program or process of theirs is called kubelet."""
+    put(host, f"/proc/net/{protocol}", f"  sl  local_address rem_address st\n{line}\n")
+    found = check_kubelet_port(host, Receipt.load(host), (10250, 10248))
+    assert [finding.message.split()[1] for finding in found] == [str(port) for port in taken]
+    assert all((finding.check, finding.severity) == ("kubelet-port", REJECT) for finding in found)
+    # On a node of ours it is our own.
+    bring(host, STANDALONE_SETTINGS)
+    assert check_kubelet_port(host, Receipt.load(host), (10250, 10248)) == []
 
 
 def test_our_own_state_and_harmless_leftovers_are_no_finding(host: KubeletHost) -> None:

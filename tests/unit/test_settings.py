@@ -430,6 +430,22 @@ def test_a_name_that_never_registers_is_refused_in_preflight_with_one_that_does(
     assert read_settings(host).node_name == "node-1"
 
 
+@pytest.mark.parametrize(("config", "port"), [("", 10250), ("  kubelet: {config: {port: 10350}}\n", 10350)])
+def test_a_host_whose_kubelet_ports_are_taken_is_refused_before_the_first_write(
+    desk: Desk, host: KubernetesHost, bundle: Path, config: str, port: int
+) -> None:
+    if config:
+        put(host, "/etc/stratum/stratum.yaml", f"apiVersion: stratum.dev/v1\nkind: Node\nspec:\n{config}")
+    put(host, "/proc/net/tcp", f"  sl  local_address rem_address st\n  1: 00000000:{port:04X} 00000000:0000 0A 0:0\n")
+    before = quiet(host)
+    with pytest.raises(HostRefusedError) as caught:
+        desk.up(host, bundle)
+    assert f"kubelet-port: port {port} is taken" in caught.value.message
+    assert quiet(host) == before
+    assert desk.up(host, bundle, "--skip-check", "kubelet-port").status == ExitCode.DONE
+    assert desk.up(host, bundle).status == ExitCode.DONE, "by now it is our own kubelet's"
+
+
 def test_a_refused_name_and_a_refused_address_are_said_together(host: KubernetesHost) -> None:
     put(host, "/proc/sys/kernel/hostname", "node_1\n")
     host.addresses = {}

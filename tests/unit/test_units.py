@@ -208,6 +208,11 @@ def test_units_wait_for_the_file_systems_that_they_live_on() -> None:
         assert {"/opt/stratum", "/var/lib/stratum"} <= set(line.split())
 
 
+def test_the_kubelet_waits_for_the_file_system_of_its_volumes() -> None:
+    (line,) = settings(files(FULL)[UNIT_KUBELET])["[Unit]RequiresMountsFor"]
+    assert {"/opt/stratum", "/var/lib/stratum", "/var/lib/kubelet"} == set(line.split())
+
+
 # -- the supervisor -------------------------------------------------------------------------------------
 
 
