@@ -259,6 +259,8 @@ def render_units(spec: UnitSpec, directory: HostPath = SYSTEMD_DIR) -> list[Unit
         content[UNIT_KUBELET] = render_kubelet(spec)
     if spec.localdns:
         content[UNIT_LOCALDNS] = render_localdns(spec.localdns)
+    if spec.launch_check and spec.kubelet:
+        content[UNIT_KUBELET_LAUNCH_CHECK] = render_kubelet_launch_check(spec.launch_check)
     files = [UnitFile(directory / unit, text) for unit, text in content.items()]
     files += [
         UnitFile(drop_in_dir(unit, directory) / "10-path.conf", render_path_drop_in(spec.bin_dir)) for unit in content
@@ -271,9 +273,7 @@ def render_units(spec: UnitSpec, directory: HostPath = SYSTEMD_DIR) -> list[Unit
     if spec.gpu_setup:
         path = drop_in_dir(UNIT_CONTAINERD, directory) / "30-gpu-setup.conf"
         files.append(UnitFile(path, render_gpu_setup_drop_in(spec.gpu_setup)))
-    if spec.launch_check and spec.kubelet:
-        check = render_kubelet_launch_check(spec.launch_check)
-        files.append(UnitFile(directory / UNIT_KUBELET_LAUNCH_CHECK, check))
+    if UNIT_KUBELET_LAUNCH_CHECK in content:
         path = drop_in_dir(UNIT_KUBELET, directory) / "40-launch-check.conf"
         files.append(UnitFile(path, render_kubelet_launch_check_drop_in()))
     return files

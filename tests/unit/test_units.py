@@ -76,6 +76,7 @@ def test_a_full_node_starts_dns_then_containerd_then_kubelet() -> None:
             f"{UNIT_CONTAINERD}.d/10-path.conf",
             f"{UNIT_KUBELET}.d/10-path.conf",
             f"{UNIT_LOCALDNS}.d/10-path.conf",
+            f"{UNIT_KUBELET_LAUNCH_CHECK}.d/10-path.conf",
             f"{UNIT_CONTAINERD}.d/20-localdns.conf",
             f"{UNIT_KUBELET}.d/20-localdns.conf",
             f"{UNIT_CONTAINERD}.d/30-gpu-setup.conf",
@@ -112,7 +113,7 @@ def test_a_missing_module_does_not_keep_containerd_from_starting() -> None:
 
 def test_the_path_of_the_version_comes_first_and_the_hosts_stays() -> None:
     for spec in (PLAIN, FULL):
-        for unit in stack_units(spec):
+        for unit in (name for name in files(spec) if "/" not in name):
             found = settings(files(spec)[f"{unit}.d/10-path.conf"])
             assert found == {"[Service]Environment": [f"PATH={BIN}:{':'.join(SEARCH_PATH)}"]}
 
