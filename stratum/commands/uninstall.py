@@ -25,7 +25,7 @@ from stratum.node.kubeletroot import plan_kubelet_remains
 from stratum.node.layout import Layout
 from stratum.node.sandboxes import plan_sandboxes
 from stratum.node.stack import Stack
-from stratum.node.units import EVERY_UNIT, drop_in_dir
+from stratum.node.units import EVERY_UNIT, SYSTEMD_DIR, drop_in_dir
 from stratum.receipt import STATE_DIRECTORY
 from stratum.removal import Left, Removal, plan_removal
 from stratum.scripts import prerequisites, teardown
@@ -110,6 +110,18 @@ def plan_reload(context: Context) -> list[Action]:
     return [Call("make systemd forget", persistence.UNIT, lambda: persistence.forget(context.host, EVERY_UNIT))]
 
 
+def plan_disable(context: Context) -> list[Action]:
+    """Take away what starts a unit of the stack at boot beside the supervisor: an admin's ``systemctl add-wants``.
+
+    Seed 000, Destroy. The link would be left to lead nowhere; ``systemctl disable`` needs the unit's file.
+    """
+    host = context.host
+    places = [SYSTEMD_DIR / name for name in host.listdir(SYSTEMD_DIR)] if host.is_dir(SYSTEMD_DIR) else []
+    places = [path for path in places if path.suffix in (".wants", ".requires") and host.is_dir(path)]
+    links = [path / unit for path in places for unit in EVERY_UNIT if host.is_link(path / unit)]
+    return [RemoveFile(path) for path in links]
+
+
 def teardown_steps(context: Context, work: Work, stack: Stack) -> list[Step]:
     """Everything before the deletion; a failure in here puts the node back."""
     return [
@@ -129,7 +141,8 @@ def restore_steps(context: Context, work: Work) -> list[Step]:
 def delete_steps(context: Context, work: Work, removal: Removal, *, dry_run: bool) -> list[Step]:
     """The deletion, then systemd's own memory, the record last: until then a run that is cut off can go on."""
     remains = plan_kubelet_remains(work)
-    steps = [Step("delete", "delete what the receipt lists", lambda: [*remains, *removal.actions])]
+    disable = Step("disable", "take away what starts the units at boot", lambda: plan_disable(context))
+    steps = [disable, Step("delete", "delete what the receipt lists", lambda: [*remains, *removal.actions])]
     if context.host.live:
         steps += [
             Step("forget", "let systemd forget the units", lambda: plan_reload(context)),

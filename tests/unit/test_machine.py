@@ -316,6 +316,24 @@ def test_mounts_below_our_trees_are_taken_away_the_innermost_first(desk: Desk, n
     assert "/srv/theirs" in table.read_text()
 
 
+def test_what_an_admin_made_to_start_a_unit_at_boot_goes_with_the_unit(
+    desk: Desk, node: MachineHost, root: Path
+) -> None:
+    """``systemctl add-wants`` and ``add-requires``: the links would lead nowhere."""
+    made = [
+        root / "etc/systemd/system" / name / CONTAINERD for name in ("graphical.target.wants", "my.target.requires")
+    ]
+    theirs = made[0].with_name("theirs.service")
+    for link in (*made, theirs):
+        link.parent.mkdir(exist_ok=True)
+        link.symlink_to(f"/etc/systemd/system/{link.name}")
+    listed = desk.run(node, "uninstall", "--dry-run").text
+    assert all(f"remove /{link.relative_to(root)}" in listed and link.is_symlink() for link in made)
+    desk.run(node, "uninstall")
+    assert not any(link.is_symlink() for link in made)
+    assert theirs.is_symlink()
+
+
 def test_a_mount_that_is_busy_stops_the_uninstall_and_the_canary_lives(
     desk: Desk, node: MachineHost, root: Path
 ) -> None:
