@@ -69,7 +69,8 @@ def check_kubernetes(context: Context, settings: Settings, record: VersionRecord
         )
     findings += _check_programs(context.host, settings)
     receipt = Receipt.load(context.host)
-    findings += check_kubelet_port(context.host, receipt, (_port(settings), HEALTHZ_PORT))
+    if context.host.live:
+        findings += check_kubelet_port(context.host, receipt, (_port(settings), HEALTHZ_PORT))
     return [*findings, *check_kubelet_state(context.host, receipt)]
 
 
