@@ -90,6 +90,20 @@ def test_what_was_in_the_kubelets_directory_before_stays(host: KubeletHost) -> N
     assert found == before
 
 
+def test_a_link_that_a_pod_put_there_leads_uninstall_to_no_mount_of_others(host: KubeletHost) -> None:
+    put(host, "/var/lib/kubelet/notes.txt", "mine")
+    bring(host, STANDALONE_SETTINGS)
+    put(host, "/home/mine.txt", "mine")
+    for name in ("/var/lib/kubelet/all", "/var/log/pods", "/var/log/containers"):
+        path = Path(host.root + name)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.symlink_to("/")
+    assert kubelet_mount_roots(work_on(host)) == ()
+    remove(host)
+    assert content(host, "/home/mine.txt") == b"mine"
+    assert not host.lexists("/var/lib/kubelet/all")
+
+
 def test_an_empty_directory_that_was_there_is_ours_to_fill_and_to_remove(host: KubeletHost) -> None:
     (Path(host.root) / "var/lib/kubelet").mkdir(parents=True)
     perform(host, plan_kubelet_root)
