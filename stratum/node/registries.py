@@ -23,6 +23,7 @@ from stratum.errors import StratumError
 from stratum.node.containerd import REGISTRY_DIR, Login, config_version, quote_toml
 from stratum.steps import Action, Call, RemoveDirectory, Work, plan_file, withdraw
 from stratum.system import Host, HostPath
+from stratum.trust.certificates import without_keys
 
 __all__ = ["directory_name", "plan_registries", "read_logins", "render_hosts"]
 
@@ -203,7 +204,7 @@ def _files_of(host: Host, registry: Registry) -> list[_File]:
         if mirror.ca_file:
             name = f"mirror{number}-ca.pem"
             ca = _certificate(host, registry, mirror.ca_file, "caFile", b"-----BEGIN CERTIFICATE-----")
-            files.append(_File(name, ca, _OPEN))
+            files.append(_File(name, without_keys(ca), _OPEN))
             lines.append(f'ca = "{name}"')
         if mirror.client_certificate_file:
             pair = (f"mirror{number}-client.pem", f"mirror{number}-client-key.pem")
@@ -211,7 +212,7 @@ def _files_of(host: Host, registry: Registry) -> list[_File]:
                 _certificate(host, registry, mirror.client_certificate_file, "certificate", b"-----BEGIN CERTIFICATE"),
                 _certificate(host, registry, mirror.client_key_file, "key", b"PRIVATE KEY-----"),
             )
-            files += [_File(pair[0], given[0], _OPEN), _File(pair[1], given[1], _PRIVATE)]
+            files += [_File(pair[0], without_keys(given[0]), _OPEN), _File(pair[1], given[1], _PRIVATE)]
             lines.append(f'client = [["{pair[0]}", "{pair[1]}"]]')
         if mirror.skip_verify:
             lines.append("skip_verify = true")

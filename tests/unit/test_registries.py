@@ -137,6 +137,15 @@ def test_certificates_are_beside_it_and_keys_and_passwords_are_roots_alone(host:
     assert stat.S_IMODE(Path(f"{host.root}{REGISTRY_DIR}/docker.io/hosts.toml").stat().st_mode) == 0o644
 
 
+def test_a_file_that_has_the_key_too_gives_everybody_its_certificates_alone(host: Host) -> None:
+    for name in ("ca.pem", "client.pem", "client-key.pem"):
+        put(host, f"/root/{name}", CERTIFICATE + KEY + CERTIFICATE)
+    configure(host, Registry("docker.io", (FULL,)))
+    for name in ("mirror1-ca.pem", "mirror1-client.pem"):
+        assert content(host, f"{REGISTRY_DIR}/docker.io/{name}").decode() == 2 * CERTIFICATE
+    assert KEY in content(host, f"{REGISTRY_DIR}/docker.io/mirror1-client-key.pem").decode()
+
+
 def test_no_secret_is_in_a_plan_or_in_the_receipt(host: Host) -> None:
     done = configure(host, Registry("docker.io", (FULL,)))
     actions = plan_registries(work_on(host), Containerd((Registry("quay.io", (FULL,)),)), "2.1.0")
