@@ -351,6 +351,7 @@ def test_what_is_no_file_is_refused_at_once(host: Host, tmp_path: Path) -> None:
         "  kubelet: {launchCheck: [allow]}\n": "launchCheck[0]: 'allow' must be an absolute path",
         "  profile: cis\n  kubelet:\n    config: {protectKernelDefaults: false}\n": "n.yaml:6: spec.kubelet.config.",
         "  kubelet: {config: {authentication: {x509: {}}}}\n": "authentication.x509: is Stratum's to set on a stand",
+        "  kubelet: {config: {authentication: {anonymous: {enabled: true}}}}\n": "anonymous: would let everybody who",
         "  containerd: {registries: [{name: 'https://r', mirrors: [{url: 'https://m'}]}]}\n": "name: 'https://r' is no",
         "  containerd: {registries: [{name: 'r:70000', mirrors: [{url: 'https://m'}]}]}\n": "is no registry",
         "  containerd:\n    registries:\n" + 2 * "    - {name: r, mirrors: [{url: 'https://m'}]}\n": "r stands twice",
@@ -390,6 +391,8 @@ def test_a_kubelet_field_of_stratums_own_is_refused_with_the_reason(name: str) -
 def test_fields_that_stratum_owns_under_conditions_are_free_without_them() -> None:
     assert problems("  kubelet: {config: {protectKernelDefaults: true, staticPodPath: /x}}\n") == []
     assert problems(WORKER + "  kubelet: {config: {authentication: {x509: {clientCAFile: /x}}}}\n") == []
+    assert problems(WORKER + "  kubelet: {config: {authentication: {anonymous: {enabled: true}}}}\n") == []
+    assert problems("  kubelet: {config: {authentication: {anonymous: {enabled: false}}}}\n") == []
 
 
 @pytest.mark.parametrize(
