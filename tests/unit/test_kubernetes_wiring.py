@@ -266,6 +266,16 @@ def test_a_dry_run_lists_what_the_real_run_does_and_writes_nothing(lab: Lab, nam
         assert planned == done
 
 
+def test_a_standalone_kubelet_is_stopped_before_it_would_trust_the_clients_of_a_cluster(lab: Lab) -> None:
+    """It allows its clients everything, and reads the file of their CA as soon as it changes."""
+    with node(lab, "plain") as machine:
+        machine.configure(worker(more=DNS))
+        actions = [action for _, action in plan_of(lab.ask(machine, "up", "--output", "json"))]
+        stopped, trusted = actions.index(f"stop {UNIT_KUBELET}"), actions.index(f"write {kubeletconfig.CA_FILE}")
+        assert stopped < trusted < actions.index(f"start {UNIT_KUBELET}")
+        assert check_node(machine, "1.0")
+
+
 # -- joining --------------------------------------------------------------------------------------------------
 
 
