@@ -105,7 +105,10 @@ def why_unusable(pem: bytes, now: float, name: str = "") -> Optional[str]:
         return f"not valid before {_say(begin)}, and the clock says {_say(moment)}"
     if moment > end:
         return f"expired at {_say(end)}, and the clock says {_say(moment)}"
-    found = _common_name(certificate)
+    try:
+        found = _common_name(certificate)
+    except ValueError as error:  # names are parsed when they are asked for
+        return f"not a certificate that can be read: {error}"
     if name and found != name:
         return f"it is for {found}, not for {name}"
     return None
@@ -144,13 +147,14 @@ def issued_by(pem: bytes, ca_pem: bytes) -> bool:
 def matches_key(pem: bytes, key_pem: bytes) -> bool:
     """Whether the private key belongs to the certificate; False for what cannot be read."""
     boot.require_compiled(persist=False)
+    from cryptography.exceptions import UnsupportedAlgorithm
     from cryptography.hazmat.primitives.serialization import Encoding, PublicFormat, load_pem_private_key
 
     form = (Encoding.DER, PublicFormat.SubjectPublicKeyInfo)
     try:
         private = load_pem_private_key(key_pem, None)
         return private.public_key().public_bytes(*form) == _load(pem).public_key().public_bytes(*form)
-    except (ValueError, TypeError, StratumError):
+    except (ValueError, TypeError, UnsupportedAlgorithm, StratumError):
         return False
 
 
