@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import http.server
 import os
+import socket
 import stat
 import threading
 import time
@@ -337,6 +339,28 @@ def test_a_launch_check_that_goes_on_trying_is_what_the_gate_says(memory: Path) 
     with pytest.raises(StratumError) as caught:
         kubeletready.wait_kubelet(host, STANDALONE_SETTINGS, 0.0)
     assert caught.value.reference == "launch-check-failing" and "no allocation yet" in caught.value.message
+
+
+@pytest.mark.parametrize("head", [b"HTTP/1.0 200 OK\r\n\r\n", b"HTTP/1.0 200 OK\r\nX-Slow: "])
+def test_who_answers_a_byte_at_a_time_is_waited_for_no_longer_than_who_is_silent(head: bytes) -> None:
+    """While the kubelet is down, any user of the host may listen at its port."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+
+        def drip() -> None:
+            channel, _ = server.accept()
+            with channel, contextlib.suppress(OSError):
+                channel.sendall(head)
+                for _ in range(200):
+                    channel.sendall(b"x")
+                    time.sleep(0.05)
+
+        thread = threading.Thread(target=drip)
+        thread.start()
+        begun = time.monotonic()
+        with contextlib.suppress(OSError):
+            Host().get_local(server.getsockname()[1], "/healthz", 0.5)
+        assert time.monotonic() - begun < 5
+        thread.join()
 
 
 def test_a_local_question_never_goes_through_a_proxy(monkeypatch: pytest.MonkeyPatch) -> None:
