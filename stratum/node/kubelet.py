@@ -105,7 +105,7 @@ def plan_kubelet(work: Work, settings: Settings, facts: KubeletFacts, join: Opti
         actions += _plan_forget(work) if work.receipt.get(JOIN_RECORD) else []
         actions += _plan_withdrawal(work, (BOOTSTRAP, GIVEN_KUBECONFIG, GIVEN_CERTIFICATE, GIVEN_KEY, JOIN_RECORD))
         actions += _plan_authority(work)
-    actions += plan_file(work, KUBELET_CONFIG, config)
+    actions += plan_file(work, KUBELET_CONFIG, config, 0o600 if settings.has_private_kubelet else 0o644)
     actions += _plan_serving(work)
     return list(dict.fromkeys(actions))
 

@@ -535,7 +535,9 @@ def test_a_malformed_token_is_quoted_in_no_error_and_no_traceback(lab: Lab, body
 
 def test_records_that_others_can_read_have_no_secret_and_no_digest_of_one(lab: Lab) -> None:
     with node(lab, "bare") as machine:
-        machine.configure(worker(more="  proxy: {https: 'http://user:hunter2@192.0.2.80:3128'}\n"))
+        proxy = "  proxy: {https: 'http://user:hunter2@192.0.2.80:3128'}\n"
+        header = "  kubelet: {config: {staticPodURLHeader: {Authorization: [hunter2]}}}\n"
+        machine.configure(worker(more=proxy + header))
         machine.refused = True
         assert lab.ask(machine, "up", "--bundle", "old.tar").status != 0
         machine.refused = False
