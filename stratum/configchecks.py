@@ -269,6 +269,11 @@ def _check_owned(spec: NodeSpec) -> Iterator[Problem]:
     if spec.role == STANDALONE and isinstance(authentication, Mapping) and "x509" in authentication:
         why = "is Stratum's to set on a standalone node: its CA is the node's own"
         yield Problem("kubelet.config.authentication.x509", why, "remove it")
+    anonymous = authentication.get("anonymous") if isinstance(authentication, Mapping) else None
+    if spec.role == STANDALONE and isinstance(anonymous, Mapping) and anonymous.get("enabled") not in (None, False):
+        # There is no API server to ask who may do what, so that whoever is let in may do everything.
+        why = "would let everybody who reaches this node run commands in its pods: it has no API server to ask"
+        yield Problem("kubelet.config.authentication.anonymous", why, "remove it")
 
 
 def _check_registries(spec: NodeSpec) -> Iterator[Problem]:

@@ -95,6 +95,7 @@ def read_config(host: Host, given: Optional[str] = None) -> Optional[ConfigFile]
     name = str(CONFIG_PATH)
     if not host.lexists(CONFIG_PATH):
         return None
+    _check_owner(host)
     data, mode = _read_regular(name, lambda: host.open(CONFIG_PATH), host.stat, REFERENCE)
     return _checked(parse_config(data, name, mode=mode))
 
@@ -124,6 +125,23 @@ def _read_regular(
     if len(data) > _SIZE_LIMIT:
         raise UsageError(reference, f"{name}: longer than {_SIZE_LIMIT} bytes", hint="name the right file")
     return data, mode
+
+
+def _check_owner(host: Host) -> None:
+    """Refuse the host's own file where it is somebody else's to change, as the keys of the keyring are.
+
+    A tree that will become a machine may belong to whoever builds it. What cannot be looked at is the reader's to say.
+    """
+    try:
+        info = host.stat(CONFIG_PATH)
+    except OSError:
+        return
+    if host.live and info.st_uid not in (0, os.geteuid()):
+        raise UsageError(
+            REFERENCE,
+            f"{CONFIG_PATH}: belongs to user {info.st_uid}, who could change what root will run",
+            hint=f"run: chown root: {CONFIG_PATH}",
+        )
 
 
 def _checked(config: ConfigFile) -> ConfigFile:

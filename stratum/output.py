@@ -93,7 +93,8 @@ class Output:
     def result(self, text: str) -> None:
         """A line of the result, for people; with JSON output the document says it instead."""
         if not self.as_json:
-            self._print(text, self.stdout)
+            # A text of several lines (a schema) stays one.
+            self._print("\n".join(map(_one_line, text.split("\n"))), self.stdout)
 
     def document(self, kind: str, value: Mapping[str, object]) -> None:
         """The result for programs, printed only with JSON output."""
@@ -104,7 +105,7 @@ class Output:
     def note(self, text: str) -> None:
         """What is being done; not with ``--quiet``."""
         if not self.quiet:
-            self._print(text, self.stderr)
+            self._print(_one_line(text), self.stderr)
 
     def warn(self, text: str) -> None:
         """Something that deserves attention and does not stop the work."""

@@ -468,7 +468,7 @@ class Host:
                 channel.send(query)
                 return channel.recv(_DATAGRAM_MAX)
             channel.sendall(len(query).to_bytes(2, "big") + query)
-            with channel.makefile("rb") as stream:
+            with _cut_off(channel, timeout), channel.makefile("rb") as stream:
                 answer = stream.read(int.from_bytes(stream.read(2), "big"))
         if not answer:
             raise ConnectionResetError(errno.ECONNRESET, "closed without an answer", f"{address}:{port}")
@@ -511,9 +511,12 @@ class Host:
 
         channel = http.client.HTTPConnection("127.0.0.1", port, timeout=timeout)
         try:
-            channel.request("GET", path)
-            answer = channel.getresponse()
-            return answer.status, answer.read(_ANSWER_MAX)
+            channel.connect()
+            # Anybody on the host may listen there while the server is down.
+            with _cut_off(channel.sock, timeout):
+                channel.request("GET", path)
+                answer = channel.getresponse()
+                return answer.status, answer.read(_ANSWER_MAX)
         except http.client.HTTPException as error:
             raise ConnectionError(f"127.0.0.1:{port}: {error!r}") from None
         finally:
@@ -631,6 +634,23 @@ class Host:
                 stderr=_content(err).decode("utf-8", "backslashreplace"),
             )
         return status
+
+
+@contextlib.contextmanager
+def _cut_off(channel: socket.socket, timeout: float) -> Iterator[None]:
+    """End a conversation ``timeout`` seconds from now: a socket has a limit for each piece, which may be small."""
+
+    def end() -> None:
+        with contextlib.suppress(OSError):
+            channel.shutdown(socket.SHUT_RDWR)
+
+    timer = threading.Timer(timeout, end)
+    timer.daemon = True
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
 
 
 def _kill_group(process: subprocess.Popen[bytes]) -> None:

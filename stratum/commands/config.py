@@ -189,7 +189,7 @@ def show_values(spec: NodeSpec, sources: Mapping[str, str]) -> dict[str, Shown]:
 
 
 def hide(path: str, value: Any) -> object:
-    """``value`` as it may be shown: no token, no password of a proxy, no variable of a program."""
+    """``value`` as it may be shown: no token, no password of a proxy, no variable of a program, no header."""
     if isinstance(value, Secret):
         return _HIDDEN
     if path.startswith("proxy.") and isinstance(value, str):
@@ -197,6 +197,8 @@ def hide(path: str, value: Any) -> object:
     found = value_to_json(value)
     if path == "cluster.exec" and isinstance(found, dict) and found.get("env"):
         found["env"] = dict.fromkeys(found["env"], _HIDDEN)
+    if path == "kubelet.config" and isinstance(found, dict) and "staticPodURLHeader" in found:
+        found["staticPodURLHeader"] = _HIDDEN
     return found
 
 

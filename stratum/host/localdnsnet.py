@@ -38,12 +38,18 @@ UNIT_PATH = HostPath("/etc/systemd/system") / UNIT
 INTERFACE = "stratum-dns0"
 TABLE = "stratum_localdns"
 CHAIN = "STRATUM-LOCALDNS"
+ANSWERS = "STRATUM-LOCALDNS-OUT"
 _TIMEOUT = 30.0
-# Each table of iptables, who jumps to our chain there, and what our rules do. Packets that are not tracked are no
-# part of an established connection, which is what a filter lets in; so the filter has rules of its own for them.
-_TABLES = (
-    ("raw", ("PREROUTING", "OUTPUT"), ("CT", "--notrack")),
-    ("filter", ("INPUT", "OUTPUT"), ("ACCEPT",)),
+# Each chain of ours in iptables with its table, who jumps to it there, and what its rules do. Packets that are not
+# tracked are no part of an established connection, which is what a filter lets in; so the filter has rules of its own
+# for them. What answers is this host: anything else that comes in from LocalDNS's address is forged, and must not get
+# past the filter to another port.
+_NOTRACK, _ACCEPT = ("CT", "--notrack"), ("ACCEPT",)
+_CHAINS = (
+    ("raw", CHAIN, ("PREROUTING", "OUTPUT"), _NOTRACK),
+    ("raw", ANSWERS, ("OUTPUT",), _NOTRACK),
+    ("filter", CHAIN, ("INPUT", "OUTPUT"), _ACCEPT),
+    ("filter", ANSWERS, ("OUTPUT",), _ACCEPT),
 )
 _RULES = 6  # in the table of nft: two protocols, to the address twice and from it once
 
@@ -198,35 +204,38 @@ def _iptables(host: Host, tool: str, table: str, *arguments: str, check: bool = 
     return host.run(command, timeout=_TIMEOUT, check=check).status
 
 
-def _matches(address: str) -> list[tuple[str, ...]]:
+def _matches(chain: str, address: str) -> list[tuple[str, ...]]:
     protocols = ("udp", "tcp")
+    answers = [("--source", address, "--protocol", name, "--sport", "53") for name in protocols]
+    if chain == ANSWERS:
+        return list(answers)
     return [
         *(("--destination", address, "--protocol", name, "--dport", "53") for name in protocols),
-        *(("--source", address, "--protocol", name, "--sport", "53") for name in protocols),
+        *(("--in-interface", "lo", *answer) for answer in answers),  # to programs of the host itself
     ]
 
 
 def _apply_iptables(host: Host, address: str) -> None:
     tool = _iptables_tool(address)
-    for table, jumpers, target in _TABLES:
-        if _iptables(host, tool, table, "--new-chain", CHAIN, check=False) != 0:
-            _iptables(host, tool, table, "--flush", CHAIN)
-        for match in _matches(address):
-            _iptables(host, tool, table, "--append", CHAIN, *match, "--jump", *target)
+    for table, chain, jumpers, target in _CHAINS:
+        if _iptables(host, tool, table, "--new-chain", chain, check=False) != 0:
+            _iptables(host, tool, table, "--flush", chain)
+        for match in _matches(chain, address):
+            _iptables(host, tool, table, "--append", chain, *match, "--jump", *target)
         for jumper in jumpers:
-            if _iptables(host, tool, table, "--check", jumper, "--jump", CHAIN, check=False) != 0:
-                _iptables(host, tool, table, "--insert", jumper, "--jump", CHAIN)
+            if _iptables(host, tool, table, "--check", jumper, "--jump", chain, check=False) != 0:
+                _iptables(host, tool, table, "--insert", jumper, "--jump", chain)
 
 
 def _iptables_in_force(host: Host, address: str) -> bool:
     tool = _iptables_tool(address)
     return all(
         all(
-            _iptables(host, tool, table, "--check", CHAIN, *match, "--jump", *target, check=False) == 0
-            for match in _matches(address)
+            _iptables(host, tool, table, "--check", chain, *match, "--jump", *target, check=False) == 0
+            for match in _matches(chain, address)
         )
-        and all(_iptables(host, tool, table, "--check", name, "--jump", CHAIN, check=False) == 0 for name in jumpers)
-        for table, jumpers, target in _TABLES
+        and all(_iptables(host, tool, table, "--check", name, "--jump", chain, check=False) == 0 for name in jumpers)
+        for table, chain, jumpers, target in _CHAINS
     )
 
 
@@ -270,13 +279,13 @@ def plan_network(host: Host, address: str) -> list[Action]:
 
 
 def _remove_chains(host: Host, tool: str) -> None:
-    for table, jumpers, _ in _TABLES:
+    for table, chain, jumpers, _ in _CHAINS:
         for jumper in jumpers:
-            while _iptables(host, tool, table, "--check", jumper, "--jump", CHAIN, check=False) == 0:
-                _iptables(host, tool, table, "--delete", jumper, "--jump", CHAIN)
-        if _iptables(host, tool, table, "--list-rules", CHAIN, check=False) == 0:
-            _iptables(host, tool, table, "--flush", CHAIN)
-            _iptables(host, tool, table, "--delete-chain", CHAIN)
+            while _iptables(host, tool, table, "--check", jumper, "--jump", chain, check=False) == 0:
+                _iptables(host, tool, table, "--delete", jumper, "--jump", chain)
+        if _iptables(host, tool, table, "--list-rules", chain, check=False) == 0:
+            _iptables(host, tool, table, "--flush", chain)
+            _iptables(host, tool, table, "--delete-chain", chain)
 
 
 def plan_network_removal(host: Host) -> list[Action]:
@@ -290,8 +299,7 @@ def plan_network_removal(host: Host) -> list[Action]:
     for tool in ("iptables", "ip6tables"):
         if host.which(tool) is None:
             continue
-        tables = (table for table, _, _ in _TABLES)
-        if any(_iptables(host, tool, table, "--list-rules", CHAIN, check=False) == 0 for table in tables):
+        if any(_iptables(host, tool, table, "--list-rules", chain, check=False) == 0 for table, chain, _, _ in _CHAINS):
             remove = functools.partial(_remove_chains, host, tool)
             actions.append(Call("remove firewall chains", f"{CHAIN} of {tool}", remove))
     if interface_exists(host, INTERFACE):

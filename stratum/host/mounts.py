@@ -97,13 +97,32 @@ def unmount(host: Host, path: HostPath) -> None:
         ) from None
 
 
+def _detach(host: Host, path: HostPath) -> None:
+    """Let nothing that is unmounted in the mount at ``path`` be unmounted in its peers too."""
+    try:
+        host.run(["mount", "--make-private", str(path)], timeout=_TIMEOUT)
+    except CommandError as error:
+        raise StratumError(
+            "mount-shared",
+            f"{path}: cannot be parted from the mounts that it shares with: {error.stderr.strip() or error.message}",
+            hint=f"look at it (findmnt --output TARGET,PROPAGATION {path}), then run the command again",
+        ) from None
+
+
 def plan_unmount(work: Work, roots: Sequence[HostPath]) -> list[Action]:
     """Take away the mounts below ``roots``; one that is in use raises :class:`StratumError` when its turn comes.
 
     A mount just where we keep something is a disk that the admin gave us, and stays.
     """
+    found = [mount for mount in mounts_below(work.host, roots) if work.receipt.get(mount.path) is None]
+    # A bind of a directory (a volume with subPath) is a peer of where it is from: what the admin mounted there later is
+    # mounted in it too, and taken away here it would be taken away there (mount_namespaces(7), shared subtrees).
+    parents = {mount.parent for mount in found}
+    shared = [item for item in found if item.number in parents and any(tag.startswith("shared:") for tag in item.tags)]
     return [
-        Call("unmount", str(mount.path), functools.partial(unmount, work.host, mount.path))
-        for mount in mounts_below(work.host, roots)
-        if work.receipt.get(mount.path) is None
+        *(
+            Call("make private", str(mount.path), functools.partial(_detach, work.host, mount.path))
+            for mount in reversed(shared)
+        ),
+        *(Call("unmount", str(mount.path), functools.partial(unmount, work.host, mount.path)) for mount in found),
     ]

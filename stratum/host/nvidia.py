@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from typing import Optional
 
 from stratum.host.finding import REJECT, WARN, Finding
-from stratum.system import Host, HostPath
+from stratum.system import SEARCH_PATH, Host, HostPath
 
 __all__ = ["CDI_SPEC", "OFF", "REFRESH_UNITS", "RUNTIME", "GpuPlan", "Gpus", "check_mode", "find_gpus", "plan_gpus"]
 
@@ -142,6 +142,12 @@ def _libraries(host: Host) -> tuple[HostPath, ...]:
     return tuple(found.values())
 
 
+def _tool(host: Host, name: str) -> Optional[HostPath]:
+    """Where a program is, whoever asks: its path goes into a unit of root's, and a user's PATH may name any place."""
+    found = (host.which(f"{directory}/{name}") for directory in SEARCH_PATH)
+    return next((HostPath(path) for path in found if path), None)
+
+
 def find_gpus(host: Host) -> Gpus:
     """Look at the host; reads a few directories and starts nothing."""
     names = _names(host, "/dev")
@@ -157,13 +163,12 @@ def find_gpus(host: Host) -> Gpus:
     )
     if not found.devices:
         return found  # what is in the directories of libraries, thousands of files, changes nothing
-    tools = [path for name in (TOOLKIT, RUNTIME) for path in (host.which(name),) if path]
-    modprobe = host.which("nvidia-modprobe")
+    tools = [path for name in (TOOLKIT, RUNTIME) for path in (_tool(host, name),) if path]
     return replace(
         found,
         libraries=_libraries(host),
-        tools=tuple(HostPath(path) for path in tools),
-        modprobe=HostPath(modprobe) if modprobe else None,
+        tools=tuple(tools),
+        modprobe=_tool(host, "nvidia-modprobe"),
     )
 
 

@@ -51,6 +51,7 @@ def make_join(host: Host, cluster: Cluster, token: Optional[Secret], ca: bytes) 
     if token is None and not cluster.client_certificate_file and cluster.exec is None:
         return None
     certificates.check_ca(ca, cluster.ca_file or "spec.cluster.ca")
+    ca = certificates.without_keys(ca)
     if not cluster.client_certificate_file:
         return Join(cluster.server, ca, token, exec=cluster.exec)
     certificate = _read(host, cluster.client_certificate_file, "spec.cluster.clientCertificateFile")
@@ -61,7 +62,8 @@ def make_join(host: Host, cluster: Cluster, token: Optional[Secret], ca: bytes) 
             f"{cluster.client_key_file}: not the private key of {cluster.client_certificate_file}",
             hint="give the certificate and the key that belong together, both as PEM",
         )
-    return Join(cluster.server, ca, client_certificate=certificate, client_key=key)
+    # Often both are in one file, as the kubelet has its own.
+    return Join(cluster.server, ca, client_certificate=certificates.without_keys(certificate), client_key=key)
 
 
 def _read(host: Host, path: str, name: str) -> bytes:

@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Optional
 
+from stratum import systemd
 from stratum.config import WORKER, Secret
 from stratum.errors import StratumError
 from stratum.node.kubeconfig import Join, exec_user, kubeconfig, make_join
@@ -34,7 +35,7 @@ from stratum.node.kubeletconfig import (
 )
 from stratum.node.kubeletroot import plan_kubelet_root
 from stratum.node.settings import Settings
-from stratum.node.units import KUBELET_CONFIG
+from stratum.node.units import KUBELET_CONFIG, UNIT_KUBELET
 from stratum.receipt import STATE_DIRECTORY, content_digest
 from stratum.steps import Action, Call, RemoveFile, Work, WriteFile, plan_directory, plan_file, withdraw
 from stratum.system import Host, HostPath
@@ -104,7 +105,7 @@ def plan_kubelet(work: Work, settings: Settings, facts: KubeletFacts, join: Opti
         actions += _plan_forget(work) if work.receipt.get(JOIN_RECORD) else []
         actions += _plan_withdrawal(work, (BOOTSTRAP, GIVEN_KUBECONFIG, GIVEN_CERTIFICATE, GIVEN_KEY, JOIN_RECORD))
         actions += _plan_authority(work)
-    actions += plan_file(work, KUBELET_CONFIG, config)
+    actions += plan_file(work, KUBELET_CONFIG, config, 0o600 if settings.has_private_kubelet else 0o644)
     actions += _plan_serving(work)
     return list(dict.fromkeys(actions))
 
@@ -209,7 +210,7 @@ def leaves_cluster(work: Work, before: Settings, settings: Settings, join: Optio
 def _plan_worker(work: Work, settings: Settings, join: Optional[Join]) -> list[Action]:
     if join is None:
         return _plan_joined(work, settings)
-    actions = plan_file(work, CA_FILE, join.ca)
+    actions = [*_plan_close(work, join), *plan_file(work, CA_FILE, join.ca)]
     if join.token is not None:
         return [
             *actions,
@@ -237,6 +238,20 @@ def _plan_worker(work: Work, settings: Settings, join: Optional[Join]) -> list[A
     if work.receipt.get(JOIN_RECORD) and _read(work.host, JOIN_RECORD) != record:
         actions += _plan_forget(work)
     return [*actions, *_plan_withdrawal(work, (BOOTSTRAP,)), *plan_file(work, JOIN_RECORD, record)]
+
+
+def _plan_close(work: Work, join: Join) -> list[Action]:
+    """Stop a kubelet that allows its clients everything before it is given another CA.
+
+    It reads a changed file at once (k8s.io/apiserver, dynamiccertificates), and until its restart every client of the
+    cluster would be one that a standalone node has made for itself.
+    """
+    host = work.host
+    if not host.live or _read(host, CA_FILE) in (b"", join.ca) or b'"AlwaysAllow"' not in _read(host, KUBELET_CONFIG):
+        return []
+    if systemd.read_units(host, [UNIT_KUBELET])[UNIT_KUBELET].active in ("inactive", "failed"):
+        return []
+    return [Call("stop", UNIT_KUBELET, functools.partial(systemd.stop_unit, host, UNIT_KUBELET))]
 
 
 def _plan_token(work: Work, settings: Settings, join: Join, token: Secret) -> list[Action]:

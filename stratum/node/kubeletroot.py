@@ -72,5 +72,10 @@ def plan_kubelet_remains(work: Work) -> list[Action]:
 
 
 def kubelet_mount_roots(work: Work) -> tuple[HostPath, ...]:
-    """Below which directories uninstall takes mounts away (volumes of pods): the trees that are ours, and our parts."""
-    return (*(path for path in KUBELET_TREES if work.receipt.get(path)), *_shared(work.host))
+    """Below which directories uninstall takes mounts away (volumes of pods): the trees that are ours, and our parts.
+
+    A link is none of them. Pods write here (hostPath: drivers, collectors of logs), and one to ``/`` would take every
+    mount of the host along.
+    """
+    found = (*(path for path in KUBELET_TREES if work.receipt.get(path)), *_shared(work.host))
+    return tuple(path for path in found if not work.host.is_link(path))

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import base64
 import functools
+import json
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -20,16 +21,20 @@ from urllib.parse import urlsplit
 
 from stratum.config import Containerd, Mirror, Registry, Secret
 from stratum.errors import StratumError
-from stratum.node.containerd import REGISTRY_DIR, Login, config_version, quote_toml
+from stratum.node.containerd import CONFIG_PATH, REGISTRY_DIR, Login, config_version, quote_toml
 from stratum.steps import Action, Call, RemoveDirectory, Work, plan_file, withdraw
 from stratum.system import Host, HostPath
+from stratum.trust.certificates import without_keys
 
-__all__ = ["directory_name", "plan_registries", "read_logins", "render_hosts"]
+__all__ = ["directory_name", "plan_registries", "read_logins", "recorded_logins", "render_hosts"]
 
 _HOSTS = "hosts.toml"
 _OPEN, _PRIVATE = 0o644, 0o600
 _LIMIT = 1 << 20  # bytes of a certificate or password file
 _NAME = re.compile(r"(_default|\[[0-9A-Fa-f:.]+\](:\d{1,5})?|[A-Za-z0-9]([A-Za-z0-9.-]*[A-Za-z0-9])?(:\d{1,5})?)\Z")
+_LOGIN = re.compile(
+    r"^\[plugins\.\S+\.registry\.configs\.(\".*\")\.auth\]\n  username = (\".*\")\n  password = (\".*\")$", re.MULTILINE
+)
 # A mirror may say which digest a tag is: it is the admin's own, whom the image's name is trusted to as well. Nothing is
 # pushed to it.
 _CAPABILITIES = 'capabilities = ["pull", "resolve"]'
@@ -179,6 +184,21 @@ def read_logins(host: Host, spec: Containerd, containerd_version: str) -> tuple[
     return tuple(found.values())
 
 
+def recorded_logins(host: Host, containerd_version: str) -> tuple[Login, ...]:
+    """The credentials in the main configuration on the disk, as Stratum wrote them there; none for 2.x.
+
+    For a start at which their files are gone: what containerd knows by now must not get lost with them.
+    """
+    if config_version(containerd_version) != 2:
+        return ()
+    try:
+        text = host.read_text(CONFIG_PATH)
+        found = [tuple(map(json.loads, match.groups())) for match in _LOGIN.finditer(text)]
+    except (OSError, ValueError):
+        return ()
+    return tuple(Login(place, username, Secret(password)) for place, username, password in found)
+
+
 def _files_of(host: Host, registry: Registry) -> list[_File]:
     """Everything in a registry's directory."""
     if not registry.mirrors:
@@ -203,7 +223,7 @@ def _files_of(host: Host, registry: Registry) -> list[_File]:
         if mirror.ca_file:
             name = f"mirror{number}-ca.pem"
             ca = _certificate(host, registry, mirror.ca_file, "caFile", b"-----BEGIN CERTIFICATE-----")
-            files.append(_File(name, ca, _OPEN))
+            files.append(_File(name, without_keys(ca), _OPEN))
             lines.append(f'ca = "{name}"')
         if mirror.client_certificate_file:
             pair = (f"mirror{number}-client.pem", f"mirror{number}-client-key.pem")
@@ -211,7 +231,7 @@ def _files_of(host: Host, registry: Registry) -> list[_File]:
                 _certificate(host, registry, mirror.client_certificate_file, "certificate", b"-----BEGIN CERTIFICATE"),
                 _certificate(host, registry, mirror.client_key_file, "key", b"PRIVATE KEY-----"),
             )
-            files += [_File(pair[0], given[0], _OPEN), _File(pair[1], given[1], _PRIVATE)]
+            files += [_File(pair[0], without_keys(given[0]), _OPEN), _File(pair[1], given[1], _PRIVATE)]
             lines.append(f'client = [["{pair[0]}", "{pair[1]}"]]')
         if mirror.skip_verify:
             lines.append("skip_verify = true")

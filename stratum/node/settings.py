@@ -71,11 +71,16 @@ class Settings:
         return self.spec.selinux
 
     @property
+    def has_private_kubelet(self) -> bool:
+        """Whether a field of the kubelet's may hold a password: the headers with which it asks for static pods."""
+        return "staticPodURLHeader" in self.spec.kubelet.config
+
+    @property
     def is_private(self) -> bool:
-        """Whether a value is nobody's business but root's: a proxy's password, the environment of a program."""
+        """Whether a value is nobody's business but root's: a password of a proxy, the environment of a program."""
         urls = [url for url in (self.spec.proxy.http, self.spec.proxy.https) if url]
         credential = self.spec.cluster.exec
-        return any(map(has_password, urls)) or bool(credential and credential.env)
+        return any(map(has_password, urls)) or bool(credential and credential.env) or self.has_private_kubelet
 
     def to_json(self) -> dict[str, object]:
         """The form on the disk."""

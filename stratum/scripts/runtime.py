@@ -113,6 +113,7 @@ def plan_runtime(
     except StratumError as error:
         if warn is None:
             raise
+        logins = registries.recorded_logins(work.host, _release(record))
         warn(f"{error.message}; the registries stay as they are")
     options = ContainerdOptions(images.sandbox_image(record), program, logins)
     return list(dict.fromkeys([*containerd.plan_configuration(work, _release(record), options), *actions]))

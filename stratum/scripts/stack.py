@@ -140,7 +140,7 @@ def plan_start(context: Context, work: Work, stack: Stack, ahead: Optional[Goal]
         stopped = {action.subject for action in changes if action.verb == "stop"}
         # What requires a unit that goes stops with it (systemd.unit(5), Requires=).
         down += [UNIT_CONTAINERD, UNIT_KUBELET] if UNIT_LOCALDNS in stopped else []
-        down += [UNIT_KUBELET] if UNIT_KUBELET_LAUNCH_CHECK in stopped else []
+        down += [UNIT_KUBELET] if stopped.intersection(_KUBELET) else []
         changed = {action.subject for action in changes}
         stale += [unit for unit in backend.units if stack.depends_on(unit, ahead.settings, changed)]
     return backend.plan_bring_up(down, stale)

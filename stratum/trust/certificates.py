@@ -6,6 +6,7 @@ Pure: bytes in, bytes or a verdict out. cryptography is imported when first used
 from __future__ import annotations
 
 import datetime
+import re
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Optional
 
@@ -15,11 +16,12 @@ from stratum.errors import StratumError
 if TYPE_CHECKING:
     from cryptography.x509 import Certificate
 
-__all__ = ["BACKDATED", "Authority", "issued_by", "make_authority", "matches_key", "why_unusable"]
+__all__ = ["BACKDATED", "Authority", "issued_by", "make_authority", "matches_key", "without_keys", "why_unusable"]
 
 BACKDATED = datetime.timedelta(days=1)  # a clock that read local time as UTC is off by up to 14 hours
 _LIFETIME = datetime.timedelta(days=3650)
 _SUPPORTED_PEM = b"-----BEGIN CERTIFICATE-----"
+_BLOCK = re.compile(_SUPPORTED_PEM + rb".*?-----END CERTIFICATE-----", re.DOTALL)
 
 
 @dataclass(frozen=True)
@@ -103,7 +105,10 @@ def why_unusable(pem: bytes, now: float, name: str = "") -> Optional[str]:
         return f"not valid before {_say(begin)}, and the clock says {_say(moment)}"
     if moment > end:
         return f"expired at {_say(end)}, and the clock says {_say(moment)}"
-    found = _common_name(certificate)
+    try:
+        found = _common_name(certificate)
+    except ValueError as error:  # names are parsed when they are asked for
+        return f"not a certificate that can be read: {error}"
     if name and found != name:
         return f"it is for {found}, not for {name}"
     return None
@@ -142,14 +147,22 @@ def issued_by(pem: bytes, ca_pem: bytes) -> bool:
 def matches_key(pem: bytes, key_pem: bytes) -> bool:
     """Whether the private key belongs to the certificate; False for what cannot be read."""
     boot.require_compiled(persist=False)
+    from cryptography.exceptions import UnsupportedAlgorithm
     from cryptography.hazmat.primitives.serialization import Encoding, PublicFormat, load_pem_private_key
 
     form = (Encoding.DER, PublicFormat.SubjectPublicKeyInfo)
     try:
         private = load_pem_private_key(key_pem, None)
         return private.public_key().public_bytes(*form) == _load(pem).public_key().public_bytes(*form)
-    except (ValueError, TypeError, StratumError):
+    except (ValueError, TypeError, UnsupportedAlgorithm, StratumError):
         return False
+
+
+def without_keys(pem: bytes) -> bytes:
+    """``pem`` as it is; of a file that has a private key too, the certificates alone, for everybody may read those."""
+    if b"PRIVATE KEY-----" not in pem:
+        return pem
+    return b"".join(block + b"\n" for block in _BLOCK.findall(pem))
 
 
 def check_ca(pem: bytes, where: str) -> None:

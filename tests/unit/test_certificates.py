@@ -49,6 +49,22 @@ def test_the_client_is_of_its_ca_and_of_no_other() -> None:
     assert not certificates.matches_key(one.certificate, b"no key")
 
 
+def test_a_certificate_whose_name_is_broken_is_a_verdict_and_no_crash() -> None:
+    """A server gives the kubelet its certificate, and whoever looks at it is a supervisor that must go on."""
+    der = ssl.PEM_cert_to_DER_cert(made().certificate.decode()).replace(b"stratum-admin", b"stratum-adm\xff\xff")
+    why = certificates.why_unusable(ssl.DER_cert_to_PEM_cert(der).encode(), NOW, "stratum-admin")
+    assert why is not None and why.startswith("not a certificate that can be read: ")
+
+
+def test_a_key_of_an_unknown_curve_belongs_to_no_certificate() -> None:
+    key = """-----BEGIN EC PRIVATE KEY-----
+MD4CAQEEDqA+Kpz0zPacRYVq8komoAcGBSuBBAAGoSADHgAEs+0llz9WiQYAsGIx
+0BNnccHdotBXvher6KqYFg==
+-----END EC PRIVATE KEY-----
+"""  # secp112r1
+    assert not certificates.matches_key(made().certificate, key.encode())
+
+
 def test_the_key_is_in_no_representation() -> None:
     assert b"PRIVATE" in made().key and "PRIVATE" not in repr(made())
 

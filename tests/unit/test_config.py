@@ -35,8 +35,8 @@ from stratum.configfile import ConfigFile, parse_config, read_config, read_given
 from stratum.configvalues import parse_address, parse_network, why_no_network, why_no_url
 from stratum.errors import ExitCode, UsageError
 from stratum.host.profiles import PROFILES
-from stratum.system import Host
-from tests.unit.hosting import link, put
+from stratum.system import Host, PathLike
+from tests.unit.hosting import TreeMachine, link, put
 
 HEAD = "apiVersion: stratum.dev/v1\nkind: Node\nspec:\n"
 TOKEN = "abcdef.0123456789abcdef"
@@ -281,6 +281,30 @@ def test_a_link_is_judged_by_its_target(host: Host) -> None:
     assert read_config(host) is not None
 
 
+class Owned(TreeMachine):
+    """A machine on which every file belongs to one user."""
+
+    owner = 0
+
+    def stat(self, path: PathLike) -> os.stat_result:
+        fields = list(super().stat(path))
+        fields[stat.ST_UID] = self.owner
+        return os.stat_result(fields)
+
+
+def test_the_hosts_file_is_refused_when_it_is_another_users(tmp_path: Path) -> None:
+    host = Owned(str(tmp_path), {})
+    put(host, str(CONFIG_PATH), HEAD + "  role: standalone\n")
+    for host.owner in (0, os.geteuid()):
+        assert read_config(host) is not None
+    host.owner = os.geteuid() + 1000
+    with pytest.raises(UsageError, match=r"belongs to user \d+, who could change what root will run") as caught:
+        read_config(host)
+    assert str(caught.value.hint) == f"run: chown root: {CONFIG_PATH}"
+    # Whoever names a file says whose settings these are.
+    assert read_config(host, str(tmp_path) + str(CONFIG_PATH)) is not None
+
+
 def test_a_file_that_anybody_may_write_is_refused(host: Host) -> None:
     put(host, str(CONFIG_PATH), HEAD + "  {}\n")
     file_of(host).chmod(0o666)
@@ -351,6 +375,7 @@ def test_what_is_no_file_is_refused_at_once(host: Host, tmp_path: Path) -> None:
         "  kubelet: {launchCheck: [allow]}\n": "launchCheck[0]: 'allow' must be an absolute path",
         "  profile: cis\n  kubelet:\n    config: {protectKernelDefaults: false}\n": "n.yaml:6: spec.kubelet.config.",
         "  kubelet: {config: {authentication: {x509: {}}}}\n": "authentication.x509: is Stratum's to set on a stand",
+        "  kubelet: {config: {authentication: {anonymous: {enabled: true}}}}\n": "anonymous: would let everybody who",
         "  containerd: {registries: [{name: 'https://r', mirrors: [{url: 'https://m'}]}]}\n": "name: 'https://r' is no",
         "  containerd: {registries: [{name: 'r:70000', mirrors: [{url: 'https://m'}]}]}\n": "is no registry",
         "  containerd:\n    registries:\n" + 2 * "    - {name: r, mirrors: [{url: 'https://m'}]}\n": "r stands twice",
@@ -390,6 +415,8 @@ def test_a_kubelet_field_of_stratums_own_is_refused_with_the_reason(name: str) -
 def test_fields_that_stratum_owns_under_conditions_are_free_without_them() -> None:
     assert problems("  kubelet: {config: {protectKernelDefaults: true, staticPodPath: /x}}\n") == []
     assert problems(WORKER + "  kubelet: {config: {authentication: {x509: {clientCAFile: /x}}}}\n") == []
+    assert problems(WORKER + "  kubelet: {config: {authentication: {anonymous: {enabled: true}}}}\n") == []
+    assert problems("  kubelet: {config: {authentication: {anonymous: {enabled: false}}}}\n") == []
 
 
 @pytest.mark.parametrize(

@@ -172,6 +172,9 @@ def test_no_secret_is_shown(desk: Desk, host: Host) -> None:
     for words in ((), ("--output", "json")):
         text = desk.run(host, "config", "show", *words).text
         assert TOKEN not in text and "(secret)" in text
+    write(host, "  kubelet: {config: {staticPodURLHeader: {Authorization: [topsecret]}}}\n")
+    text = desk.run(host, "config", "show").text
+    assert "topsecret" not in text and "staticPodURLHeader" in text
     put(host, str(SETTINGS_PATH), json.dumps(Settings(NodeSpec(proxy=Proxy("http://u:p@h"))).to_json()))
     assert "u:p" not in desk.run(host, "config", "show").text
 

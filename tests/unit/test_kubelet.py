@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import http.server
 import os
+import socket
 import stat
 import threading
 import time
@@ -88,6 +90,20 @@ def test_what_was_in_the_kubelets_directory_before_stays(host: KubeletHost) -> N
     found = snapshot(host)
     assert found.pop("/var/lib/kubelet/device-plugins/ours.sock") == b"", "in a directory of theirs"
     assert found == before
+
+
+def test_a_link_that_a_pod_put_there_leads_uninstall_to_no_mount_of_others(host: KubeletHost) -> None:
+    put(host, "/var/lib/kubelet/notes.txt", "mine")
+    bring(host, STANDALONE_SETTINGS)
+    put(host, "/home/mine.txt", "mine")
+    for name in ("/var/lib/kubelet/all", "/var/log/pods", "/var/log/containers"):
+        path = Path(host.root + name)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.symlink_to("/")
+    assert kubelet_mount_roots(work_on(host)) == ()
+    remove(host)
+    assert content(host, "/home/mine.txt") == b"mine"
+    assert not host.lexists("/var/lib/kubelet/all")
 
 
 def test_an_empty_directory_that_was_there_is_ours_to_fill_and_to_remove(host: KubeletHost) -> None:
@@ -348,6 +364,28 @@ def test_a_launch_check_that_goes_on_trying_is_what_the_gate_says(memory: Path) 
     with pytest.raises(StratumError) as caught:
         kubeletready.wait_kubelet(host, STANDALONE_SETTINGS, 0.0)
     assert caught.value.reference == "launch-check-failing" and "no allocation yet" in caught.value.message
+
+
+@pytest.mark.parametrize("head", [b"HTTP/1.0 200 OK\r\n\r\n", b"HTTP/1.0 200 OK\r\nX-Slow: "])
+def test_who_answers_a_byte_at_a_time_is_waited_for_no_longer_than_who_is_silent(head: bytes) -> None:
+    """While the kubelet is down, any user of the host may listen at its port."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+
+        def drip() -> None:
+            channel, _ = server.accept()
+            with channel, contextlib.suppress(OSError):
+                channel.sendall(head)
+                for _ in range(200):
+                    channel.sendall(b"x")
+                    time.sleep(0.05)
+
+        thread = threading.Thread(target=drip)
+        thread.start()
+        begun = time.monotonic()
+        with contextlib.suppress(OSError):
+            Host().get_local(server.getsockname()[1], "/healthz", 0.5)
+        assert time.monotonic() - begun < 5
+        thread.join()
 
 
 def test_a_local_question_never_goes_through_a_proxy(monkeypatch: pytest.MonkeyPatch) -> None:

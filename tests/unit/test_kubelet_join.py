@@ -20,6 +20,7 @@ from stratum.node import kubelet, kubeletconfig, kubeletready
 from stratum.node.kubeconfig import Join, make_join
 from stratum.node.settings import Settings
 from stratum.receipt import RECEIPT_PATH
+from stratum.trust import certificates
 from tests.unit.hosting import put, work_on
 from tests.unit.kubelets import (
     STANDALONE_SETTINGS,
@@ -314,6 +315,28 @@ def test_a_given_certificate_is_copied_with_its_key_for_root_only(host: KubeletH
     # And back to a token: what was given goes.
     done = bring(host, node, cluster.join())
     assert f"remove {kubelet.GIVEN_KEY}" in done
+
+
+def test_a_file_with_certificate_and_key_leaves_no_key_where_everybody_can_read_it(
+    host: KubeletHost, cluster: FakeCluster
+) -> None:
+    joined(host, cluster)
+    pem = content_of(host, CURRENT)
+    put(host, "/root/node.pem", pem)
+    given = {"client_certificate_file": "/root/node.pem", "client_key_file": "/root/node.pem"}
+    settings = worker(cluster.server, **given)
+    join = make_join(host, settings.spec.cluster, None, cluster.ca + pem[pem.index("-----BEGIN EC") :].encode())
+    bring(host, settings, join)
+    open_to_all = [
+        name
+        for name, path in every_file(host).items()
+        if path.stat().st_mode & 0o044 and "PRIVATE KEY" in path.read_text() and name != "/root/node.pem"
+    ]
+    assert open_to_all == []
+    assert certificates.matches_key(
+        content_of(host, str(kubelet.GIVEN_CERTIFICATE)).encode(), content_of(host, str(kubelet.GIVEN_KEY)).encode()
+    )
+    assert content_of(host, str(kubeletconfig.CA_FILE)).strip() == cluster.ca.decode().strip()
 
 
 def test_a_program_can_speak_for_the_node(host: KubeletHost, cluster: FakeCluster) -> None:

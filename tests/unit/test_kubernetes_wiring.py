@@ -266,6 +266,16 @@ def test_a_dry_run_lists_what_the_real_run_does_and_writes_nothing(lab: Lab, nam
         assert planned == done
 
 
+def test_a_standalone_kubelet_is_stopped_before_it_would_trust_the_clients_of_a_cluster(lab: Lab) -> None:
+    """It allows its clients everything, and reads the file of their CA as soon as it changes."""
+    with node(lab, "plain") as machine:
+        machine.configure(worker(more=DNS))
+        actions = [action for _, action in plan_of(lab.ask(machine, "up", "--output", "json"))]
+        stopped, trusted = actions.index(f"stop {UNIT_KUBELET}"), actions.index(f"write {kubeletconfig.CA_FILE}")
+        assert stopped < trusted < actions.index(f"start {UNIT_KUBELET}")
+        assert check_node(machine, "1.0")
+
+
 # -- joining --------------------------------------------------------------------------------------------------
 
 
@@ -525,7 +535,9 @@ def test_a_malformed_token_is_quoted_in_no_error_and_no_traceback(lab: Lab, body
 
 def test_records_that_others_can_read_have_no_secret_and_no_digest_of_one(lab: Lab) -> None:
     with node(lab, "bare") as machine:
-        machine.configure(worker(more="  proxy: {https: 'http://user:hunter2@192.0.2.80:3128'}\n"))
+        proxy = "  proxy: {https: 'http://user:hunter2@192.0.2.80:3128'}\n"
+        header = "  kubelet: {config: {staticPodURLHeader: {Authorization: [hunter2]}}}\n"
+        machine.configure(worker(more=proxy + header))
         machine.refused = True
         assert lab.ask(machine, "up", "--bundle", "old.tar").status != 0
         machine.refused = False

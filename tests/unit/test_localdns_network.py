@@ -14,7 +14,7 @@ from stratum.cli import build_parser
 from stratum.commands import localdns as command
 from stratum.errors import CommandError, NotRootError, StratumError
 from stratum.host import localdnsnet
-from stratum.host.localdnsnet import CHAIN, INTERFACE, TABLE, UNIT_PATH
+from stratum.host.localdnsnet import ANSWERS, CHAIN, INTERFACE, TABLE, UNIT_PATH
 from stratum.output import Output
 from stratum.scripts import localdns as script
 from stratum.scripts.context import Context
@@ -182,16 +182,26 @@ def test_iptables_gets_chains_of_ours_that_are_jumped_to_first(tmp_path: Path) -
         ("filter", ("INPUT", "OUTPUT"), "ACCEPT"),
     ):
         rules = router.chains["iptables", table, CHAIN]
+        answers = [f"--source {ADDRESS} --protocol {name} --sport 53 --jump {target}" for name in ("udp", "tcp")]
         assert sorted(rules) == sorted(
-            f"{match} --jump {target}"
-            for name in ("udp", "tcp")
-            for match in (
-                f"--destination {ADDRESS} --protocol {name} --dport 53",
-                f"--source {ADDRESS} --protocol {name} --sport 53",
-            )
+            [
+                *(f"--destination {ADDRESS} --protocol {name} --dport 53 --jump {target}" for name in ("udp", "tcp")),
+                *(f"--in-interface lo {answer}" for answer in answers),
+            ]
         )
+        assert router.chains["iptables", table, ANSWERS] == answers
         for caller in callers:
-            assert router.chains["iptables", table, caller] == [f"--jump {CHAIN}", "--jump THEIRS"]
+            out = [f"--jump {ANSWERS}"] if caller == "OUTPUT" else []
+            assert router.chains["iptables", table, caller] == [*out, f"--jump {CHAIN}", "--jump THEIRS"]
+
+
+def test_what_comes_in_with_the_address_of_localdns_as_its_own_gets_past_no_filter(tmp_path: Path) -> None:
+    router = Router(str(tmp_path), {}, tools=IPTABLES)
+    script.bring_up(router, SIX)
+    jumps = [line.split()[1] for line in router.chains["ip6tables", "filter", "INPUT"]]
+    rules = [rule for chain in jumps for rule in router.chains.get(("ip6tables", "filter", chain), [])]
+    forged = [rule for rule in rules if "--source" in rule and "--in-interface lo" not in rule]
+    assert rules and forged == []
 
 
 @pytest.mark.parametrize("tools", [NFT, IPTABLES])
@@ -199,7 +209,7 @@ def test_rules_that_somebody_took_away_are_made_again(tmp_path: Path, tools: fro
     router = Router(str(tmp_path), {}, tools=tools)
     script.bring_up(router, ADDRESS)
     router.tables.clear()
-    for key in [key for key in router.chains if key[2] != CHAIN]:
+    for key in [key for key in router.chains if key[2] not in (CHAIN, ANSWERS)]:
         router.chains[key] = ["--jump THEIRS"]
     (line,) = script.bring_up(router, ADDRESS)
     assert "connection tracking" in line

@@ -7,9 +7,10 @@ from pathlib import Path
 import pytest
 
 from stratum.errors import StratumError
-from stratum.host.mounts import mount_types, mounts_below, read_mounts, unmount
+from stratum.host.mounts import mount_types, mounts_below, plan_unmount, read_mounts, unmount
 from stratum.system import HostPath
 from tests.fakes import MachineHost, make_tree
+from tests.unit.hosting import work_on
 
 ROOTS = (HostPath("/var/lib/stratum"), HostPath("/opt/stratum"))
 
@@ -120,3 +121,24 @@ def test_a_mount_is_taken_away_without_force_and_a_busy_one_says_who_to_look_for
         unmount(machine, HostPath("/opt/stratum/y"))
     assert caught.value.reference == "mount-busy"
     assert "fuser --mount /opt/stratum/y" in str(caught.value.hint)
+
+
+def test_what_is_mounted_in_a_bind_of_ours_is_not_taken_away_where_the_bind_is_from(
+    root: Path, machine: MachineHost
+) -> None:
+    """A volume with subPath is a bind of a directory, and shares with it what the admin mounted there later."""
+    (root / "usr/bin/mount").write_text("#!/bin/sh\n")
+    (root / "usr/bin/mount").chmod(0o755)
+    mount(root, "2 1 /opt/stratum/bind", "3 1 /mnt/disk", "4 2 /opt/stratum/bind/disk", "5 1 /opt/stratum/alone")
+    assert [action.describe() for action in plan_unmount(work_on(machine), ROOTS)] == [
+        "make private /opt/stratum/bind",
+        "unmount /opt/stratum/bind/disk",
+        "unmount /opt/stratum/alone",
+        "unmount /opt/stratum/bind",
+    ]
+    plan_unmount(work_on(machine), ROOTS)[0].perform(work_on(machine))
+    assert machine.commands == ["mount --make-private /opt/stratum/bind"]
+    machine.failing = {"mount": 1}
+    with pytest.raises(StratumError) as caught:
+        plan_unmount(work_on(machine), ROOTS)[0].perform(work_on(machine))
+    assert caught.value.reference == "mount-shared"

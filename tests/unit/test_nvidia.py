@@ -220,6 +220,17 @@ def test_wsl_has_no_device_that_is_ours_to_grant(host: Host) -> None:
     assert not plan_gpus(host, "auto").granted
 
 
+def test_a_program_from_a_users_path_gets_into_no_unit(host: Host) -> None:
+    driver(host)
+    libraries(host, "/usr/lib/x86_64-linux-gnu", "550.54.15")
+    host.environ = {"PATH": "/home/user/bin"}
+    program(host, *(f"/home/user/bin/{name}" for name in ("nvidia-ctk", "nvidia-container-runtime", "nvidia-modprobe")))
+    assert not plan_gpus(host, "auto").granted
+    program(host, *TOOLKIT)
+    plan = plan_gpus(host, "auto")
+    assert plan.granted and "/home/user" not in f"{plan.setup} {plan.runtime}"
+
+
 def test_off_looks_at_nothing(host: Host, monkeypatch: pytest.MonkeyPatch) -> None:
     ubuntu(host)
 

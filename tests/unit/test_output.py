@@ -49,6 +49,14 @@ def test_results_go_to_stdout_and_everything_else_to_stderr() -> None:
     )
 
 
+def test_what_a_pod_or_a_server_named_reaches_no_terminal_as_a_control_sequence() -> None:
+    output, out, err = make()
+    output.result("remove tree /var/lib/kubelet/\x1b]0;x\x07\u202e\nsecond line")
+    output.note("unmount /var/lib/kubelet/\x1b[2J")
+    assert out.getvalue() == "remove tree /var/lib/kubelet/\\x1b]0;x\\x07\\u202e\nsecond line\n"
+    assert err.getvalue() == "unmount /var/lib/kubelet/\\x1b[2J\n"
+
+
 def test_quiet_keeps_results_warnings_and_errors() -> None:
     output, out, err = make(quiet=True)
     output.note("working")

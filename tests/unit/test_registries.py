@@ -13,10 +13,17 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from stratum.config import Containerd, Mirror, Registry
+from stratum.config import Containerd, Mirror, Registry, Secret
 from stratum.errors import BundleError, StratumError
-from stratum.node.containerd import CONFIG_PATH, REGISTRY_DIR, ContainerdOptions, plan_configuration, render_config
-from stratum.node.registries import directory_name, plan_registries, read_logins, render_hosts
+from stratum.node.containerd import (
+    CONFIG_PATH,
+    REGISTRY_DIR,
+    ContainerdOptions,
+    Login,
+    plan_configuration,
+    render_config,
+)
+from stratum.node.registries import directory_name, plan_registries, read_logins, recorded_logins, render_hosts
 from stratum.removal import plan_removal
 from stratum.system import Host
 from tests.unit.hosting import content, perform, put, snapshot, work_on
@@ -137,6 +144,15 @@ def test_certificates_are_beside_it_and_keys_and_passwords_are_roots_alone(host:
     assert stat.S_IMODE(Path(f"{host.root}{REGISTRY_DIR}/docker.io/hosts.toml").stat().st_mode) == 0o644
 
 
+def test_a_file_that_has_the_key_too_gives_everybody_its_certificates_alone(host: Host) -> None:
+    for name in ("ca.pem", "client.pem", "client-key.pem"):
+        put(host, f"/root/{name}", CERTIFICATE + KEY + CERTIFICATE)
+    configure(host, Registry("docker.io", (FULL,)))
+    for name in ("mirror1-ca.pem", "mirror1-client.pem"):
+        assert content(host, f"{REGISTRY_DIR}/docker.io/{name}").decode() == 2 * CERTIFICATE
+    assert KEY in content(host, f"{REGISTRY_DIR}/docker.io/mirror1-client-key.pem").decode()
+
+
 def test_no_secret_is_in_a_plan_or_in_the_receipt(host: Host) -> None:
     done = configure(host, Registry("docker.io", (FULL,)))
     actions = plan_registries(work_on(host), Containerd((Registry("quay.io", (FULL,)),)), "2.1.0")
@@ -167,6 +183,19 @@ def test_old_releases_are_told_of_credentials_in_their_main_configuration_too(
     assert mode == (0o600 if told else 0o644)
     perform(host, lambda work: plan_configuration(work, version))
     assert stat.S_IMODE(Path(host.root + str(CONFIG_PATH)).stat().st_mode) == 0o644
+
+
+@given(st.text(st.characters(exclude_categories=["Cs"])), st.text(st.characters(exclude_categories=["Cs"])))
+def test_credentials_of_the_main_configuration_are_read_as_they_were_written(name: str, password: str) -> None:
+    logins = (Login("a.test:5000", name, Secret(password)), Login("[2001:db8::1]", "x", Secret("y")))
+    text = render_config("1.7.24", ContainerdOptions(logins=logins)).decode()
+
+    class Disk(Host):
+        def read_text(self, _path: object) -> str:
+            return text
+
+    assert recorded_logins(Disk(), "1.7.24") == logins
+    assert recorded_logins(Disk(), "2.1.0") == ()
 
 
 def test_two_logins_for_one_host_are_more_than_an_old_release_can_know(host: Host) -> None:

@@ -21,11 +21,12 @@ from stratum.node.units import SYSTEMD_DIR
 from stratum.output import Output
 from stratum.scripts import supervise
 from stratum.scripts.context import Context
-from stratum.scripts.goal import Goal
+from stratum.scripts.goal import Goal, goal_in_force
+from stratum.scripts.runtime import plan_runtime
 from tests.bundles import Entry, Part
 from tests.fakes import Desk, node_publisher
 from tests.unit import test_prerequisites, test_watch
-from tests.unit.hosting import put
+from tests.unit.hosting import put, work_on
 from tests.unit.test_image_steps import record_of
 from tests.unit.test_nvidia import TOOLKIT, driver, libraries, program, ubuntu
 from tests.unit.test_watch import LivingHost, NodeHost
@@ -255,6 +256,22 @@ def test_a_way_back_does_not_stumble_over_a_password_file_that_is_gone(desk: Des
         desk.run(host, "upgrade", "--bundle", str(broken), "--trust", str(desk.key))
     assert getattr(caught.value, "exit_code", None) == ExitCode.ROLLED_BACK
     assert host.active("stratum-containerd.service")
+
+
+def test_a_start_without_the_password_file_keeps_the_credentials_that_containerd_has(
+    desk: Desk, host: LivingHost
+) -> None:
+    put(host, "/root/password", "hidden\n")
+    configure(host, REGISTRIES)
+    desk.up(host, bundle_of(desk))
+    before = read(host, containerd.CONFIG_PATH)
+    assert "hidden" in before
+    Path(host.root + "/root/password").unlink()
+    said: list[str] = []
+    goal = goal_in_force(Layout(host))
+    assert goal is not None
+    assert plan_runtime(work_on(host), goal.record, goal.settings, said.append) == []
+    assert len(said) == 1 and "the registries stay as they are" in said[0]
 
 
 def test_fragments_of_the_admins_are_kept_and_named_by_uninstall(desk: Desk, host: LivingHost) -> None:
