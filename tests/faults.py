@@ -150,7 +150,9 @@ class FaultyMachine(MachineHost):
         return real
 
     def which(self, name: str) -> Optional[str]:
-        """As the host does it, once for each program: they stay as they are here."""
+        """As the host does it, once for each program of the host's: they stay as they are here. Ours come and go."""
+        if "/" in name:
+            return super().which(name)
         if name not in self._programs:
             self._programs[name] = super().which(name)
         return self._programs[name]
