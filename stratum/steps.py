@@ -22,6 +22,7 @@ from stratum.system import Host, HostPath, unguessable
 
 __all__ = [
     "Action",
+    "RELOAD_SYSTEMD",
     "Call",
     "Command",
     "MakeDirectory",
@@ -308,6 +309,10 @@ class Command(Action):
     def perform(self, work: Work) -> None:
         """Run it to its end; a failure raises CommandError."""
         work.host.run(self.argv, timeout=self.timeout)
+
+
+#: systemd reads the unit files that were written or removed.
+RELOAD_SYSTEMD = Command(("systemctl", "daemon-reload"), 60.0)
 
 
 @dataclass(frozen=True)

@@ -93,9 +93,7 @@ def check_places(context: Context, work: Work, layout: Layout, goal: Goal) -> No
     warn_overwrites(context, work, actions, versions=[layout.version_dir(goal.record.version)])
 
 
-def build_steps(
-    context: Context, work: Work, stack: Stack, target: Target, goal: Goal, *, dry_run: bool
-) -> list[Step]:
+def build_steps(context: Context, work: Work, stack: Stack, target: Target, goal: Goal, *, dry_run: bool) -> list[Step]:
     """The script."""
     layout, record, settings, live = stack.layout, goal.record, goal.settings, context.host.live
     steps = [

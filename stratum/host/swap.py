@@ -24,7 +24,7 @@ from stratum.host.finding import WARN, Finding
 from stratum.host.swapsources import explain
 from stratum.host.swapunits import ADMIN, SwapUnit, read_services, read_swap_units, same_device
 from stratum.receipt import STATE_DIRECTORY, Entry, content_digest
-from stratum.steps import Action, Call, Command, RemoveDirectory, RemoveFile, Work, plan_file, plan_link
+from stratum.steps import RELOAD_SYSTEMD, Action, Call, Command, RemoveDirectory, RemoveFile, Work, plan_file, plan_link
 from stratum.system import Host, HostPath
 
 __all__ = [
@@ -43,7 +43,6 @@ RECORD = STATE_DIRECTORY / "swap.json"
 DROP_IN = "90-stratum-off.conf"
 # A condition that never holds: the unit counts as started and does nothing, systemd.unit(5).
 _NEVER = b"# Written by Stratum: a node runs without swap.\n[Unit]\nConditionPathExists=!/\n"
-_RELOAD = Command(("systemctl", "daemon-reload"), 60.0)
 _SYSTEMCTL_TIMEOUT = 90.0
 _SWAPOFF_TIMEOUT = 600.0  # everything that was swapped out is read back first
 
@@ -138,7 +137,7 @@ def plan_swap_off(work: Work) -> list[Action]:
     if host.live:
         if actions and _has_systemd(host):
             # systemd forgets the units of the lines, and learns of the masks.
-            actions.append(_RELOAD)
+            actions.append(RELOAD_SYSTEMD)
         actions += [Command(("systemctl", "stop", name), _SYSTEMCTL_TIMEOUT) for name in services]
         actions += [
             Call("switch off swap", swap.device, functools.partial(_switch_off, host, swap.device))
@@ -258,7 +257,7 @@ def plan_undo(work: Work, warn: Warn) -> list[Action]:
     actions += _plan_unmask(work)
     if host.live:
         if actions and _has_systemd(host):
-            actions.append(_RELOAD)
+            actions.append(RELOAD_SYSTEMD)
         actions += [Call("start", unit, functools.partial(_start_unit, host, unit, warn)) for unit in record.units]
         actions += [
             Call("switch on swap", item.device, functools.partial(_switch_on, host, item, warn))

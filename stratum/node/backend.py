@@ -26,14 +26,13 @@ from stratum.node.units import (
     render_units,
     stack_units,
 )
-from stratum.steps import Action, Call, Command, PlaceLink, RemoveDirectory, Step, Work, plan_file, withdraw
+from stratum.steps import RELOAD_SYSTEMD, Action, Call, PlaceLink, RemoveDirectory, Step, Work, plan_file, withdraw
 from stratum.system import Host, HostPath
 
 __all__ = ["Backend", "Hook", "Hooks", "UpgradeError"]
 
 Hook = Callable[[], object]
 OnStep = Callable[[Step, Sequence[Action]], object]
-_RELOAD = Command(("systemctl", "daemon-reload"), 60.0)
 
 
 @dataclass(frozen=True)
@@ -161,7 +160,7 @@ class Backend:
             actions = [*stops, *actions]
         actions += [_Withdraw(path) for path in stale]
         if actions and self.host.live and reload:
-            actions.append(_RELOAD)
+            actions.append(RELOAD_SYSTEMD)
         return actions
 
     def _stale(self, wanted: set[HostPath]) -> list[HostPath]:
@@ -439,7 +438,7 @@ class Backend:
         for path in self._stale(set()):
             _Withdraw(path).perform(self.work)
         if self.host.live:
-            _RELOAD.perform(self.work)
+            RELOAD_SYSTEMD.perform(self.work)
 
     # -- CNI plugins --------------------------------------------------------------------------------
 

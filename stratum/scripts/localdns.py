@@ -11,7 +11,7 @@ from stratum.host.finding import REJECT, Finding
 from stratum.node import localdns
 from stratum.node.layout import DEFAULT_BASE
 from stratum.node.settings import Settings
-from stratum.steps import Action, Call, Command, Work, withdraw
+from stratum.steps import RELOAD_SYSTEMD, Action, Call, Work, withdraw
 from stratum.system import Host
 
 __all__ = [
@@ -25,8 +25,6 @@ __all__ = [
     "plan_withdrawal",
     "upstreams_of",
 ]
-
-_RELOAD = Command(("systemctl", "daemon-reload"), 60.0)
 
 
 def upstreams_of(host: Host, settings: Settings) -> tuple[str, ...]:
@@ -68,7 +66,7 @@ def plan_configuration(work: Work, settings: Settings) -> list[Action]:
     address = localdnsnet.check_address(settings.spec.local_dns.address)
     unit = localdnsnet.plan_network_unit(work, address)
     if unit and work.host.live:
-        unit.append(_RELOAD)
+        unit.append(RELOAD_SYSTEMD)
     return [*localdns.plan_localdns(work, settings, upstreams_of(work.host, settings)), *unit]
 
 
@@ -108,7 +106,7 @@ def plan_withdrawal(work: Work) -> list[Action]:
     """On a node that goes on without LocalDNS: its network, and its files; and systemd forgets the unit."""
     paths = [path for path in (localdnsnet.UNIT_PATH, localdns.COREFILE) if work.receipt.get(path) is not None]
     files = [Call("remove", str(path), lambda path=path: withdraw(work, path)) for path in paths]  # type: ignore[misc]
-    reload = [_RELOAD] if work.host.live and files else []
+    reload = [RELOAD_SYSTEMD] if work.host.live and files else []
     return [*plan_teardown(work), *files, *reload]
 
 

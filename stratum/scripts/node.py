@@ -29,7 +29,7 @@ from stratum.scripts.context import Context
 from stratum.scripts.goal import Goal
 from stratum.scripts.runtime import plan_runtime
 from stratum.staging import OWN_ROOT
-from stratum.steps import Action, Call, Command, PlaceLink, SetMode, Work, plan_directory, plan_file, withdraw
+from stratum.steps import RELOAD_SYSTEMD, Action, Call, PlaceLink, SetMode, Work, plan_directory, plan_file, withdraw
 from stratum.system import Host, HostPath
 
 # Directories that fill while the node runs; whatever is in them is Stratum's to remove.
@@ -224,7 +224,7 @@ def plan_units(work: Work, layout: Layout, goal: Goal) -> list[Action]:
     actions += persistence.plan_unit(work, program.supervisor_argv(work.host))
     actions = list(dict.fromkeys(actions))
     if work.host.live and (actions or _needs_reload(work, stack_units(spec))):
-        actions.append(Command(("systemctl", "daemon-reload"), 60.0))
+        actions.append(RELOAD_SYSTEMD)
     return actions
 
 

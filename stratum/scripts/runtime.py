@@ -16,7 +16,7 @@ from stratum.node.settings import Settings
 from stratum.node.units import UNIT_CONTAINERD, UnitSpec, drop_in_dir, render_units
 from stratum.node.versions import VersionRecord
 from stratum.scripts import images
-from stratum.steps import Action, Command, RemoveDirectory, RemoveFile, Work, plan_file
+from stratum.steps import RELOAD_SYSTEMD, Action, RemoveDirectory, RemoveFile, Work, plan_file
 from stratum.system import Host
 
 __all__ = ["check_plugins", "check_runtime", "gpu_setup", "plan_cdi_removal", "plan_gpu_refresh", "plan_runtime"]
@@ -47,7 +47,7 @@ def plan_gpu_refresh(work: Work, spec: UnitSpec) -> list[Action]:
         if file.path == _GPU_DROP_IN
         for action in plan_file(work, file.path, file.content)
     ]
-    return [*actions, Command(("systemctl", "daemon-reload"), 60.0)] if actions else []
+    return [*actions, RELOAD_SYSTEMD] if actions else []
 
 
 def _runtime_program(work: Work, mode: str, *, starting: bool) -> str:
