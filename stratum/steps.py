@@ -34,6 +34,7 @@ __all__ = [
     "Step",
     "Work",
     "WriteFile",
+    "foreign_file",
     "plan_directory",
     "plan_file",
     "plan_link",
@@ -350,6 +351,13 @@ def plan_directory(host: Host, path: HostPath, mode: int = 0o755) -> list[Action
     return missing
 
 
+def foreign_file(path: HostPath, what: str = "a file that Stratum did not write") -> StratumError:
+    """The error for somebody else's file or link at a place of ours: it is refused, not replaced."""
+    return StratumError(
+        "foreign-file", f"{path}: there is {what}", hint=f"move it away, for example: mv {path} {path}.saved"
+    )
+
+
 def plan_file(work: Work, path: HostPath, content: bytes, mode: int = 0o644) -> list[Action]:
     """What makes ``path`` hold ``content`` with ``mode``: nothing when it does.
 
@@ -364,11 +372,7 @@ def plan_file(work: Work, path: HostPath, content: bytes, mode: int = 0o644) -> 
         if stat.S_IMODE(info.st_mode) == mode and work.receipt.get(path):
             return []
     elif work.receipt.get(path) is None:
-        raise StratumError(
-            "foreign-file",
-            f"{path}: there is a file that Stratum did not write",
-            hint=f"move it away, for example: mv {path} {path}.saved",
-        )
+        raise foreign_file(path)
     return [WriteFile(path, content, mode)]
 
 
@@ -380,11 +384,7 @@ def plan_link(work: Work, path: HostPath, target: str) -> list[Action]:
     if host.is_link(path) and host.readlink(path) == target and work.receipt.get(path):
         return []
     if work.receipt.get(path) is None and not (host.is_link(path) and host.readlink(path) == target):
-        raise StratumError(
-            "foreign-file",
-            f"{path}: there is an entry that Stratum did not make",
-            hint=f"move it away, for example: mv {path} {path}.saved",
-        )
+        raise foreign_file(path, "an entry that Stratum did not make")
     return [PlaceLink(path, target)]
 
 

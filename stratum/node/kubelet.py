@@ -37,7 +37,7 @@ from stratum.node.kubeletroot import plan_kubelet_root
 from stratum.node.settings import Settings
 from stratum.node.units import KUBELET_CONFIG, UNIT_KUBELET
 from stratum.receipt import STATE_DIRECTORY, content_digest
-from stratum.steps import Action, Call, RemoveFile, Work, WriteFile, plan_directory, plan_file, withdraw
+from stratum.steps import Action, Call, RemoveFile, Work, WriteFile, foreign_file, plan_directory, plan_file, withdraw
 from stratum.system import Host, HostPath
 from stratum.trust import certificates
 
@@ -177,11 +177,7 @@ def _plan_authority(work: Work) -> list[Action]:
     foreign = [path for path in (CA_FILE, ADMIN_CERTIFICATE, ADMIN_KEY) if host.lexists(path)]
     foreign = [path for path in foreign if work.receipt.get(path) is None]
     if foreign:
-        raise StratumError(
-            "foreign-file",
-            f"{foreign[0]}: there is a file that Stratum did not write",
-            hint=f"move it away, for example: mv {foreign[0]} {foreign[0]}.saved",
-        )
+        raise foreign_file(foreign[0])
     return [
         *plan_directory(host, ADMIN_KEY.parent, 0o700),
         *plan_directory(host, CA_FILE.parent),
