@@ -23,8 +23,8 @@ from stratum.node.units import EVERY_UNIT
 from stratum.node.versions import usable_record
 from stratum.removal import plan_removal
 from stratum.scripts import images as image_script
-from stratum.scripts import kubelet, prerequisites, supervise, switch, teardown
 from stratum.scripts import node as node_script
+from stratum.scripts import prerequisites, supervise, switch, teardown
 from stratum.scripts import stack as stack_script
 from stratum.scripts.choice import add_bundle_arguments, open_trusted
 from stratum.scripts.context import Context, add_dry_run, add_output, add_root
@@ -129,10 +129,7 @@ def _bring_up(context: Context, arguments: argparse.Namespace, work: Work, stack
     with open_trusted(context, arguments) as bundle:
         target = read_target(work, layout, bundle)
         check_version(layout, target)
-        chosen = check_preflight(context, arguments, target)
-        goal = Goal(
-            target.record, target.plugins, chosen.settings, kubelet.join_of(context.host, chosen, target.record)
-        )
+        goal = check_preflight(context, arguments, target)
         check_places(context, work, layout, goal)
         steps = build_steps(context, work, stack, target, goal, dry_run=dry_run)
         return perform(

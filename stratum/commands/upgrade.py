@@ -117,10 +117,7 @@ def run(context: Context, arguments: argparse.Namespace) -> int:
                 context.out.result(f"version {current} is active already; to repair it run: stratum up")
                 outcome = Outcome()
             else:
-                chosen = check_preflight(context, arguments, target)
-                goal = Goal(
-                    target.record, target.plugins, chosen.settings, kubelet.join_of(context.host, chosen, target.record)
-                )
+                goal = check_preflight(context, arguments, target)
                 kubelet.check_stays(work, goal_in_force(stack.layout), goal)
                 outcome = upgrade(context, arguments, work, stack, target, goal)
     report(context, "upgrade", outcome, dry_run=dry_run, more={"from": current, "to": target.record.version})

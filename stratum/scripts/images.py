@@ -18,6 +18,7 @@ from stratum.host.finding import WARN, Finding
 from stratum.node import containerd, criimages
 from stratum.node.containerd import ImageState
 from stratum.node.stack import Stack
+from stratum.node.stackspec import is_kubernetes_node
 from stratum.node.versions import VersionRecord, read_record
 from stratum.scripts.context import Context
 from stratum.steps import Action, Call, Step, Work
@@ -40,7 +41,7 @@ _MARK_POLL = 0.1
 
 def namespace_of(record: VersionRecord) -> str:
     """The namespace of containerd's that the version's images go into: CRI's own where there is a kubelet."""
-    return containerd.KUBERNETES_NAMESPACE if record.component_version("kubelet") else containerd.NAMESPACE
+    return containerd.KUBERNETES_NAMESPACE if is_kubernetes_node(record) else containerd.NAMESPACE
 
 
 def _labels_of(record: VersionRecord) -> frozenset[str]:
@@ -59,14 +60,14 @@ def sandbox_image(record: VersionRecord) -> str:
 
     Raises :class:`BundleError` for a bundle with two.
     """
-    if record.component_version("kubelet") is None:
+    if not is_kubernetes_node(record):
         return ""
     return criimages.find_sandbox_image(_names(record)) or ""
 
 
 def check_sandbox(record: VersionRecord) -> list[Finding]:
     """A kubelet without an image for the sandbox needs a registry for each pod. Raises as :func:`sandbox_image`."""
-    if record.component_version("kubelet") is None or sandbox_image(record):
+    if not is_kubernetes_node(record) or sandbox_image(record):
         return []
     return [
         Finding(

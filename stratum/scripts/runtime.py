@@ -13,6 +13,7 @@ from stratum.node import containerd, registries
 from stratum.node.cni import HOST_BIN_DIR
 from stratum.node.containerd import ContainerdOptions, Login
 from stratum.node.settings import Settings
+from stratum.node.stackspec import is_kubernetes_node
 from stratum.node.units import UNIT_CONTAINERD, UnitSpec, drop_in_dir, render_units
 from stratum.node.versions import VersionRecord
 from stratum.scripts import images
@@ -82,7 +83,7 @@ def check_plugins(host: Host, record: VersionRecord, plugins: Sequence[str]) -> 
 
     A cluster's network may bring it along, so that its absence is no reason to refuse.
     """
-    if record.component_version("kubelet") is None or "loopback" in plugins or host.exists(HOST_BIN_DIR / "loopback"):
+    if not is_kubernetes_node(record) or "loopback" in plugins or host.exists(HOST_BIN_DIR / "loopback"):
         return []
     return [
         Finding(

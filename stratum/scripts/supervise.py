@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from dataclasses import replace
 from typing import NoReturn
 
 from stratum import lock
@@ -10,16 +11,14 @@ from stratum.errors import NotInstalledError, StratumError, system_error
 from stratum.host.notify import extend_start, notify, watchdog_of
 from stratum.node.kubeletconfig import BOOTSTRAP
 from stratum.node.layout import Layout
-from stratum.node.settings import read_settings
 from stratum.node.stack import Stack
 from stratum.node.stackspec import is_kubernetes_node
-from stratum.node.versions import VersionRecord, read_record
 from stratum.scripts import images as image_script
 from stratum.scripts import node as node_script
 from stratum.scripts import prerequisites
 from stratum.scripts import stack as stack_script
 from stratum.scripts.context import Context
-from stratum.scripts.goal import Goal
+from stratum.scripts.goal import Goal, goal_in_force
 from stratum.scripts.recover import recover
 from stratum.scripts.run import load_work, perform
 from stratum.scripts.watch import PATIENCE, Watch
@@ -29,14 +28,13 @@ _LOCK_WAIT = 600.0  # seconds: an `up` or `upgrade` by hand may be at work
 _WATCH_EVERY = 15.0  # seconds
 
 
-def _active(stack: Stack) -> VersionRecord:
-    version = stack.layout.current()
-    record = read_record(stack.layout, version) if version else None
-    if record is None:
+def _active(stack: Stack) -> Goal:
+    goal = goal_in_force(stack.layout)
+    if goal is None:
         raise NotInstalledError(
             "not-installed", f"{stack.layout.current_link}: no version is active", hint="run: stratum up --bundle FILE"
         )
-    return record
+    return goal
 
 
 def _host_steps(context: Context, work: Work, stack: Stack, goal: Goal, *, unfinished: bool = False) -> list[Step]:
@@ -66,12 +64,12 @@ def bring_up(context: Context, stack: Stack) -> None:
     """Everything that the installed version needs to run. Raises StratumError."""
     work = load_work(context)
     recover(context, work, stack, command="supervise")
-    record = _active(stack)
-    settings = prerequisites.pin_node(context, record)
+    goal = _active(stack)
+    settings, record = prerequisites.pin_node(context, goal.record), goal.record
     for finding in prerequisites.find_drift(context, settings, record):
         # What was put right once and is not so at this start: somebody or something works against us.
         context.out.warn(f"{finding.message}; {finding.hint}")
-    goal = Goal(record, stack.layout.plugins(record.version), settings)
+    goal = replace(goal, settings=settings)
     operation = work.journal.unfinished()
     steps: list[Step] = [
         prerequisites.settings_step(work, settings),
@@ -90,11 +88,10 @@ def put_right(context: Context, stack: Stack) -> list[StratumError]:
     work = load_work(context)
     recover(context, work, stack, command="supervise")
     errors: list[StratumError] = []
-    record = _active(stack)
-    goal = Goal(record, stack.layout.plugins(record.version), read_settings(context.host))
+    goal = _active(stack)
     steps = _host_steps(context, work, stack, goal)
     if stack.ctr.answers():
-        steps += image_script.import_steps(context, stack, record)
+        steps += image_script.import_steps(context, stack, goal.record)
     for step in steps:
         try:
             perform(context, work, "supervise", [step], dry_run=False)

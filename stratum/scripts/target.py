@@ -14,11 +14,12 @@ from stratum.host import persistence, preflight
 from stratum.node.layout import Layout
 from stratum.node.units import EVERY_UNIT
 from stratum.node.versions import VersionRecord, read_record
+from stratum.scripts import kubelet
 from stratum.scripts import node as node_script
 from stratum.scripts.context import Context
+from stratum.scripts.goal import Goal
 from stratum.scripts.prerequisites import check_prerequisites
 from stratum.scripts.runtime import check_plugins
-from stratum.scripts.settings import Chosen
 from stratum.steps import Work
 
 __all__ = ["Target", "check_init", "check_preflight", "check_units", "target_of_bundle", "target_of_version"]
@@ -57,10 +58,10 @@ def target_of_version(layout: Layout, version: str) -> Target:
     return Target(record, layout.plugins(version), None)
 
 
-def check_preflight(context: Context, arguments: argparse.Namespace, target: Target) -> Chosen:
+def check_preflight(context: Context, arguments: argparse.Namespace, target: Target) -> Goal:
     """The gate: every finding is shown, and one that rejects raises :class:`HostRefusedError`.
 
-    Returns the settings that the node will have, and what it joins a cluster with.
+    Returns what the node will be: the target under the settings of this run, and what it joins a cluster with.
     """
     chosen, prerequisites = check_prerequisites(context, arguments, target.record)
     findings = preflight.check_host(
@@ -76,7 +77,8 @@ def check_preflight(context: Context, arguments: argparse.Namespace, target: Tar
         if finding.severity == preflight.WARN:
             context.out.warn(f"{finding.check}: {finding.message}; {finding.hint}")
     _refuse(findings)
-    return chosen
+    join = kubelet.join_of(context.host, chosen, target.record)
+    return Goal(target.record, target.plugins, chosen.settings, join)
 
 
 def check_init(context: Context, skip: Sequence[str]) -> None:
