@@ -6,7 +6,7 @@ import argparse
 import importlib
 from typing import cast
 
-from stratum.scripts.context import Context, add_dry_run, add_output
+from stratum.scripts.context import Context, add_dry_run, add_output, add_subcommand
 
 __all__ = ["SUMMARY", "add_arguments", "run"]
 
@@ -27,21 +27,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the subcommands."""
     commands = parser.add_subparsers(dest="bundle_command", metavar="SUBCOMMAND", required=True)
     for name, (_, _, summary) in SUBCOMMANDS.items():
-        child = commands.add_parser(
-            name,
-            help=summary,
-            description=f"{summary[0].upper()}{summary[1:]}.",
-            epilog=parser.epilog,
-            formatter_class=parser.formatter_class,
-            allow_abbrev=False,
-        )
-        _ARGUMENTS[name](child)
-        # Also after the subcommand; without a default here, so that the place before it still counts.
-        for flag, text in (
-            ("--debug", "show the traceback of an error"),
-            ("--quiet", "print only results, warnings and errors"),
-        ):
-            child.add_argument(flag, action="store_true", default=argparse.SUPPRESS, help=text)
+        add_subcommand(commands, parser, name, summary, _ARGUMENTS[name])
 
 
 def run(context: Context, arguments: argparse.Namespace) -> int:

@@ -22,7 +22,7 @@ from stratum.host.profiles import PROFILES
 from stratum.node.kubeletfields import ANY, check_fields
 from stratum.node.layout import Layout
 from stratum.node.settings import SETTINGS_PATH, Settings, read_settings
-from stratum.scripts.context import Context, add_output, add_root
+from stratum.scripts.context import Context, add_output, add_root, add_subcommand
 from stratum.scripts.settings import merge
 
 _HIDDEN = "(secret)"
@@ -49,21 +49,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the subcommands."""
     commands = parser.add_subparsers(dest="config_command", metavar="SUBCOMMAND", required=True)
     for name, (summary, declare, _) in _SUBCOMMANDS.items():
-        child = commands.add_parser(
-            name,
-            help=summary,
-            description=f"{summary[0].upper()}{summary[1:]}.",
-            epilog=parser.epilog,
-            formatter_class=parser.formatter_class,
-            allow_abbrev=False,
-        )
-        declare(child)
-        # Also after the subcommand; without a default here, so that the place before it still counts.
-        for flag, text in (
-            ("--debug", "show the traceback of an error"),
-            ("--quiet", "print only results, warnings and errors"),
-        ):
-            child.add_argument(flag, action="store_true", default=argparse.SUPPRESS, help=text)
+        add_subcommand(commands, parser, name, summary, declare)
 
 
 def run(context: Context, arguments: argparse.Namespace) -> int:

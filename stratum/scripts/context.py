@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import argparse
 from dataclasses import dataclass
-from typing import BinaryIO, Optional
+from typing import BinaryIO, Callable, Optional
 
 from stratum.errors import NotInstalledError, NotRootError
 from stratum.output import Output
 from stratum.system import Host, HostPath
 
-__all__ = ["Context", "add_dry_run", "add_output", "add_root"]
+__all__ = ["Context", "add_dry_run", "add_output", "add_root", "add_subcommand"]
 
 
 @dataclass(frozen=True)
@@ -48,6 +48,31 @@ def add_output(parser: argparse.ArgumentParser) -> None:
 def add_dry_run(parser: argparse.ArgumentParser) -> None:
     """``--dry-run``, for a command that changes something."""
     parser.add_argument("--dry-run", action="store_true", help="print what would be done and change nothing")
+
+
+def add_subcommand(
+    commands: argparse._SubParsersAction[argparse.ArgumentParser],
+    parent: argparse.ArgumentParser,
+    name: str,
+    summary: str,
+    declare: Callable[[argparse.ArgumentParser], object],
+) -> None:
+    """A command below ``parent``, in its form; ``declare`` adds its options. Those of all may stand behind it too."""
+    child = commands.add_parser(
+        name,
+        help=summary,
+        description=f"{summary[0].upper()}{summary[1:]}.",
+        epilog=parent.epilog,
+        formatter_class=parent.formatter_class,
+        allow_abbrev=False,
+    )
+    declare(child)
+    for flag, text in (
+        ("--debug", "show the traceback of an error"),
+        ("--quiet", "print only results, warnings and errors"),
+    ):
+        # Without a default here, so that the place before it still counts.
+        child.add_argument(flag, action="store_true", default=argparse.SUPPRESS, help=text)
 
 
 def add_root(parser: argparse.ArgumentParser) -> None:
