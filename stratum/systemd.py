@@ -47,6 +47,11 @@ class UnitState:
         """Whether systemd knows a unit of that name."""
         return self.load not in ("not-found", "")
 
+    @property
+    def stopped(self) -> bool:
+        """Whether it is down for good: a unit that fails and that systemd will start again is ``activating``."""
+        return self.active in ("inactive", "failed")
+
 
 _PROPERTIES = "Id,LoadState,ActiveState,SubState,MainPID,NeedDaemonReload,DropInPaths"
 

@@ -245,7 +245,7 @@ def _plan_close(work: Work, join: Join) -> list[Action]:
     host = work.host
     if not host.live or _read(host, CA_FILE) in (b"", join.ca) or b'"AlwaysAllow"' not in _read(host, KUBELET_CONFIG):
         return []
-    if systemd.read_units(host, [UNIT_KUBELET])[UNIT_KUBELET].active in ("inactive", "failed"):
+    if systemd.read_units(host, [UNIT_KUBELET])[UNIT_KUBELET].stopped:
         return []
     return [Call("stop", UNIT_KUBELET, functools.partial(systemd.stop_unit, host, UNIT_KUBELET))]
 

@@ -93,7 +93,7 @@ def plan_teardown(work: Work) -> list[Action]:
         return actions
     if host.lexists(localdnsnet.UNIT_PATH):
         state = systemd.read_units(host, [localdnsnet.UNIT])[localdnsnet.UNIT]
-        if state.active not in ("inactive", "failed"):
+        if not state.stopped:
             actions.append(Call("stop", localdnsnet.UNIT, lambda: systemd.stop_unit(host, localdnsnet.UNIT)))
     # Of a unit that failed, or whose file somebody deleted; after the stop nothing is left to do.
     if localdnsnet.plan_network_removal(host):

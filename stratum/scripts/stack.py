@@ -159,7 +159,7 @@ def plan_stop(stack: Stack, units: Sequence[str]) -> list[Action]:
     """Stop ``units`` in the order given, as far as they run."""
     states = systemd.read_units(stack.host, units)
     # By its state alone: a unit whose file somebody deleted may well run.
-    running = [name for name in units if states[name].active not in ("inactive", "failed")]
+    running = [name for name in units if not states[name].stopped]
     if not running:
         return []
     return [Call("stop", ", ".join(running), lambda: join_errors(systemd.stop_units(stack.host, running), "stop"))]

@@ -26,7 +26,6 @@ __all__ = ["PATIENCE", "Watch"]
 
 # One command of a bring-up may take half an hour (the import of an image), and nothing is heard of it meanwhile.
 PATIENCE = 7200.0  # seconds
-_DEAD = ("inactive", "failed")  # systemd restarts a unit that fails; what needs us is one that is down for good
 _TRIES = 3  # how often one thing is put right in _TRIES_WITHIN: somebody may work against us
 _TRIES_WITHIN = 3600.0  # seconds
 
@@ -93,7 +92,7 @@ class Watch:
             return []
         with self._patience():
             states = self._pulse.ask(units)
-            down = ", ".join(unit for unit, state in states.items() if state.active in _DEAD)
+            down = ", ".join(unit for unit, state in states.items() if state.stopped)
             if not down:
                 return [self._waiting(f"{unit} is {state.active} ({state.sub})") for unit, state in states.items()]
             if down == UNIT_KUBELET:
