@@ -302,8 +302,3 @@ def _forget_empty(work: Work, path: HostPath) -> None:
         # On the disk before its record goes: a power cut must not bring it back without one.
         work.host.fsync_dir(path.parent)
         work.receipt.forget(path)
-
-
-def hosts_file(registry: str) -> HostPath:
-    """Where ``hosts.toml`` of a registry is."""
-    return REGISTRY_DIR / directory_name(registry) / _HOSTS
