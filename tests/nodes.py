@@ -17,7 +17,7 @@ import shutil
 import signal
 import stat
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Optional
@@ -36,8 +36,8 @@ from stratum.scripts import supervise
 from stratum.scripts.context import Context
 from stratum.system import HostPath
 from tests.bundles import Bundle, Entry, Part, directory, snapshot, tar
-from tests.fakes import Desk, make_tree, node_publisher, relative
-from tests.faults import FaultyMachine, faulty_machine
+from tests.fakes import Desk, Killed, make_tree, node_publisher, relative
+from tests.faults import FaultyMachine, Loss, faulty_machine
 
 SERVICE = "stratum.service"
 
@@ -175,6 +175,26 @@ class Lab:
     def run(self, machine: FaultyMachine, *words: str) -> int:
         """A command as ``stratum`` runs it: errors become exit codes, a death passes through."""
         return self.ask(machine, *words).status
+
+    def crash(
+        self, machine: FaultyMachine, command: Sequence[str], dies_at: int, loss: Optional[Loss]
+    ) -> Optional[str]:
+        """Run a command that is cut off before a change, and let the next process come; where that was.
+
+        None when there was no such change. With a ``loss`` the power goes.
+        """
+        machine.arm(dies_at, loss)
+        try:
+            self.run(machine, *command)
+        except Killed:
+            pass
+        if not machine.dead:
+            return None
+        where = f"before {machine.mutations[-1:]}, change {dies_at}"
+        if loss is not None:
+            where += f", lost: {machine.lose_power()}"
+        machine.revive()
+        return where
 
     def ask(self, machine: FaultyMachine, *words: str) -> Answer:
         """A command, and what it said. Names of bundles are those of the desk."""

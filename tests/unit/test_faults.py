@@ -74,18 +74,10 @@ def survive(lab: Lab, case: Case, dies_at: int, loss: Optional[Loss]) -> bool:
     """Crash, go on, take everything away; whether there was a change to crash at."""
     command = case.command
     with lab.machine(case.before) as machine:
-        machine.arm(dies_at, loss)
-        try:
-            lab.run(machine, *command)
-        except Killed:
-            pass
-        if not machine.dead:
+        where = lab.crash(machine, command, dies_at, loss)
+        if where is None:
             return False
-        where = f"before {machine.mutations[-1:]}, change {dies_at}"
         try:
-            if loss is not None:
-                where += f", lost: {machine.lose_power()}"
-            machine.revive()
             if lab.is_new(machine, "crashed", command, loss is None):
                 if loss is not None:
                     after_boot(lab, machine, case)

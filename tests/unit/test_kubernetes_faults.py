@@ -17,7 +17,6 @@ import pytest
 from stratum.errors import StratumError
 from stratum.node import kubeletconfig
 from stratum.node.settings import read_settings
-from tests.fakes import Killed
 from tests.faults import Loss
 from tests.kubernodes import (
     OTHER_SETTINGS,
@@ -111,18 +110,10 @@ def survive(lab: Lab, case: Case, dies_at: int, loss: Optional[Loss]) -> bool:
     with node(lab, case.before) as machine:
         settings = read_settings(machine)
         machine.configure(case.body)
-        machine.arm(dies_at, loss)
-        try:
-            lab.run(machine, *case.command)
-        except Killed:
-            pass
-        if not machine.dead:
+        where = lab.crash(machine, case.command, dies_at, loss)
+        if where is None:
             return False
-        where = f"before {machine.mutations[-1:]}, change {dies_at}"
         try:
-            if loss is not None:
-                where += f", lost: {machine.lose_power()}"
-            machine.revive()
             if not lab.is_new(machine, "crashed", case, loss is None):
                 return True
             if loss is not None:
